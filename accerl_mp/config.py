@@ -1,0 +1,271 @@
+"""Every setting of a run: one frozen dataclass per role, a field per flag.
+
+A field's name is its flag's with underscores (`--tw-game-dir` is `tw_game_dir`), so that one text search
+finds both. `cli.py` turns these classes into an argparse parser, `checks.py` refuses what cannot work,
+`resolve()` fills the defaults that follow from other settings: after it no `None` means "default".
+The launcher writes the resolved Config to `<run-dir>/args.json`; every process starts from that file.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """Flags that cannot work. `problems` holds one sentence each: the flag as typed, its value, the consequence."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(f"- {problem}" for problem in self.problems)
+
+
+def flag(default: Any, help: str) -> Any:
+    """A field that is a command-line flag."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Model and trainable scope"""
+
+    model_path: str = flag("", "local HuggingFace directory of a causal language model (required)")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = flag(
+        "auto", "compute dtype of trainer and vLLM; auto: bfloat16 on GPU, float32 on CPU; masters are always float32"
+    )
+    train_mode: Literal["lm_head", "last_layer", "full"] = flag(
+        "full", "what trains: lm_head (with tied embeddings: both), last_layer (last block, final norm, head) or full"
+    )
+    trust_remote_code: bool = flag(False, "let Transformers and vLLM run code that the model folder carries")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
+    attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = flag(
+        "auto", "trainer attention; auto: torch varlen on GPU, SDPA per segment on CPU"
+    )
+    compile: Literal["auto", "on", "off"] = flag("auto", "compile each decoder layer; auto: on GPU only")
+    chat_template: str | None = flag(None, "Jinja file that replaces the model's own chat template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GameConfig:
+    """Games and rewards"""
+
+    tw_game_dir: str = flag("", "folder of TextWorld games, each .z8 with its .json beside it (required)")
+    tw_game_pattern: str = flag("*.z8", "glob of game files inside --tw-game-dir, searched in subfolders too")
+    tw_game_limit: int | None = flag(None, "keep the first K games after a shuffle by --seed")
+    tw_max_episode_steps: int = flag(20, "turns (model replies, valid or not) until an episode is cut")
+    tw_history_token_window: int = flag(2048, "tokens of the transcript until an episode is cut")
+    tw_gamma: float = flag(1.0, "discount of Monte-Carlo returns (ppo)")
+    tw_step_penalty: float = flag(0.0, "subtracted on each valid env step")
+    tw_win_bonus: float = flag(1.0, "added on the winning step")
+    tw_lost_penalty: float = flag(0.0, "subtracted on the losing step")
+    tw_invalid_action_penalty: float = flag(0.0, "subtracted for each reply that is no admissible command")
+    history_mode: Literal["transcript", "window"] = flag(
+        "transcript", "transcript: one append-only sample an episode; window: the last K turns, one sample a turn"
+    )
+    history_window_turns: int = flag(4, "K of --history-mode window")
+    truncated: Literal["train", "mask"] = flag(
+        "train", "cut episodes: train on the return so far, or mask them (group statistics include them either way)"
+    )
+    env_step_timeout_s: float = flag(30.0, "one env step may take this long; then its process is ended, the game gets a strike")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Algorithm and loss"""
+
+    rl_algorithm: Literal["ppo", "grpo", "rloo"] = flag("grpo", "advantages: Monte-Carlo returns, or relative to the group")
+    grpo_group_size: int | None = flag(None, "episodes of one game in a group (default: --rollout-batch-size)")
+    grpo_adv_eps: float = flag(1e-8, "added to the group's std; a group whose std is not above it has no signal")
+    grpo_norm: Literal["std", "none"] = flag("std", "divide group advantages by the group's std, or not")
+    keep_zero_std_groups: bool = flag(False, "store and train groups without signal too (they are counted either way)")
+    clip_mode: Literal["ppo", "gipo", "sapo", "cispo", "gspo"] = flag("ppo", "policy objective")
+    clip_eps: float = flag(0.2, "clip range of ppo, cispo and gspo, and threshold of the clip fraction")
+    dual_clip: float | None = flag(None, "c of ppo's dual clip, above 1: for A < 0 the objective is at least c A (default: off)")
+    old_new_kl_coef: float = flag(0.0, "coefficient of the k3 penalty against the sampling policy")
+    gipo_sigma: float = flag(1.0, "width of gipo's gaussian")
+    sapo_tau_pos: float = flag(1.0, "gate temperature of sapo where A > 0")
+    sapo_tau_neg: float = flag(2.0, "gate temperature of sapo elsewhere")
+    gamma_per: Literal["token", "turn"] = flag("token", "--tw-gamma discounts per trained token or per turn")
+    ppo_normalize_advantages: bool = flag(False, "standardise ppo advantages over the whole optimizer step")
+    ppo_adv_norm_eps: float = flag(1e-8, "epsilon of --ppo-normalize-advantages")
+    loss_aggregation: Literal["token", "sequence"] = flag(
+        "token", "mean over all trained tokens of the optimizer step, or over samples of their token means"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """Batching"""
+
+    max_length: int = flag(2048, "longest trained sequence, in tokens")
+    batch_size: int = flag(16, "samples in a padded micro-batch; most samples in a varlen pack")
+    grad_accum_steps: int = flag(8, "micro-batches per rank and optimizer step")
+    train_packing: Literal["padded", "varlen"] = flag("padded", "rows padded to the longest, or samples packed in one row")
+    train_token_budget: int | None = flag(None, "most tokens in a pack (required with varlen)")
+    train_pack_candidate_pool_size: int | None = flag(None, "samples among which packs are chosen (default: 4 x --batch-size)")
+    train_logprob_mode: Literal["full_logits_ce", "response_only_lm_head"] = flag(
+        "full_logits_ce", "LM head at every position, or only where a trained token is predicted (varlen)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer"""
+
+    max_steps: int = flag(5000, "optimizer steps, and the horizon of the learning rate")
+    learning_rate: float = flag(1e-6, "peak learning rate")
+    lr_warmup_steps: int = flag(500, "linear warm-up; the first step uses peak / warm-up, not 0")
+    min_lr_ratio: float = flag(0.0, "the cosine ends at this share of the peak")
+    weight_decay: float = flag(0.0, "AdamW weight decay, on matrices only (not on norms and biases)")
+    max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0: no clipping, the norm is still logged")
+    max_bad_steps: int = flag(10, "steps in a row with a non-finite loss or gradient (each is skipped) until the run stops")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Replay"""
+
+    replay_capacity: int | None = flag(None, "samples in each rank's ring (default: batch x accumulation x 4)")
+    replay_bytes: int | None = flag(None, "bytes of each rank's ring (default: capacity x a sample of --max-length)")
+    replay_wait_sleep_seconds: float = flag(0.2, "longest sleep between two looks at the ring while waiting for samples")
+    replay_sample_timeout_seconds: float = flag(1800.0, "longest wait for samples; 0: no limit")
+    min_replay_size_per_rank: int | None = flag(None, "samples in a rank's ring before its first step (default: --batch-size)")
+    max_policy_lag: int = flag(8, "oldest token a sample may have, in weight pushes behind the trainer; 0: no limit")
+    max_sample_reuse: int = flag(1, "times a sample may be trained; 0: no limit (the reference's way)")
+    replay_order: Literal["oldest", "uniform"] = flag("oldest", "which samples a rank takes first")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Processes, sync, seed"""
+
+    placement: Literal["auto", "cpu", "colocated", "dedicated"] = flag(
+        "auto", "where trainer and vLLM run; auto: cpu without a GPU, colocated with one, dedicated with more"
+    )
+    fsdp_world_size: int | None = flag(None, "trainer ranks (default by placement: cpu 2, colocated 1, dedicated GPUs - tp x infer)")
+    fsdp_master_addr: str | None = flag(None, "torchrun rendezvous address (default: 127.0.0.1)")
+    fsdp_master_port: int | None = flag(None, "torchrun rendezvous port (default: a free one, chosen by torchrun)")
+    sync_every_optimizer_steps: int = flag(8, "optimizer steps in a round; each round ends with a weight push")
+    max_sync_rounds: int | None = flag(None, "end after exactly N rounds (default: no limit but --max-steps)")
+    num_rollout_workers: int | None = flag(None, "rollout processes (default: --fsdp-world-size)")
+    rollout_batch_size: int = flag(8, "episodes that a rollout process plays at a time")
+    rollout_stop_timeout: float = flag(10.0, "seconds to wait for a rollout process to stop before it is ended")
+    seed: int = flag(42, "seed of model, games, episodes, vLLM and replay")
+    synchronous: bool = flag(False, "generate, train and push in turn: the baseline to measure against")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig:
+    """Inference"""
+
+    infer_size: int | None = flag(None, "inference processes, each a whole vLLM engine (default 1)")
+    infer_tp_size: int = flag(1, "GPUs of one engine (tensor parallel)")
+    infer_max_tokens: int = flag(16, "most tokens of a reply")
+    infer_temperature: float = flag(1.0, "sampling temperature of training episodes")
+    infer_top_p: float = flag(1.0, "nucleus sampling; only 1.0 trains exactly, anything less is refused")
+    infer_stop: str = flag("\\n", "text that ends a reply, beside the end-of-turn token (\\n: a newline; empty: none)")
+    vllm_max_num_seqs: int = flag(128, "requests that vLLM runs at a time")
+    vllm_max_num_batched_tokens: int = flag(8192, "tokens of one vLLM step")
+    vllm_max_model_len: int | None = flag(None, "vLLM's context length (default: window + reply)")
+    disable_vllm_prefix_caching: bool = flag(False, "recompute the whole prompt at every turn")
+    gpu_memory_utilization: float | None = flag(None, "share of a GPU's memory for vLLM (default: 0.85 dedicated, 0.35 colocated)")
+    enforce_eager: bool = flag(False, "no CUDA graphs in vLLM")
+    enable_expert_parallel: bool = flag(False, "spread a MoE model's experts over --infer-tp-size GPUs")
+    inference_start_timeout_s: float = flag(900.0, "an engine may take this long to start")
+    request_timeout_s: float = flag(300.0, "a reply may take this long; then the turn is submitted again")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """Weight sync"""
+
+    sync_mode: Literal["inflight", "drain"] = flag("inflight", "swap weights under running requests, or abort and resubmit them")
+    prefix_cache_scope: Literal["episode", "version"] = flag(
+        "episode", "KV is shared by episodes that began under one version, or only under the same version"
+    )
+    kv_on_sync: Literal["keep", "recompute"] = flag("keep", "KV of requests in flight when weights change")
+    sync_bucket_mb: int = flag(256, "MiB of one message of a push")
+    sync_timeout_s: float = flag(300.0, "a push may take this long")
+    verify_sync: int = flag(50, "check the first push and then every N-th (checksums and a logprob probe); 0: never")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Metrics, evaluation and checkpoints"""
+
+    log_every: int = flag(1, "rounds between two progress lines")
+    metrics_window_size: int = flag(1000, "episodes in the sliding window")
+    metrics_active_timeout_seconds: float = flag(600.0, "a rollout process that ended an episode this recently counts as active")
+    log_dir: str | None = flag(None, "run folder (default: runs/TextWorld_FSDP/<timestamp>)")
+    log_level: str = flag("info", "[role=]LEVEL of the log files, several separated by commas")
+    save_checkpoint: bool = flag(False, "export the model in HuggingFace format, at the end and periodically")
+    checkpoint_dir: str | None = flag(None, "folder of exports (default: <log-dir>/checkpoints)")
+    checkpoint_name: str = flag("latest", 'name of the export, replaced atomically; "": keep step-XXXXXX folders')
+    checkpoint_every_sync_rounds: int = flag(0, "rounds between two exports; 0: only the last")
+    eval_game_dir: str | None = flag(None, "folder of held-out games, played before, during and after training")
+    eval_every_rounds: int = flag(0, "rounds between two evaluations; 0: only before the first step and at the end")
+    eval_episodes_per_game: int = flag(1, "episodes of each held-out game in an evaluation")
+    eval_temperature: float = flag(1.0, "sampling temperature of evaluation")
+    transcripts_every: int = flag(50, "every N-th episode is written to episodes/; 0: none")
+    max_restarts: int = flag(3, "restarts of each role's processes until the run stops")
+
+
+GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "games": GameConfig,
+    "algorithm": AlgorithmConfig,
+    "batch": BatchConfig,
+    "optimizer": OptimizerConfig,
+    "replay": ReplayConfig,
+    "run": RunConfig,
+    "inference": InferenceConfig,
+    "sync": SyncConfig,
+    "metrics": MetricsConfig,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All groups. Build it with `cli.parse()`, or from a mapping of flat field names with `from_flat`."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    games: GameConfig = field(default_factory=GameConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+
+    @classmethod
+    def from_flat(cls, values: dict[str, Any]) -> "Config":
+        """Build from `{field name: value}` over all groups; fields that are missing keep their defaults."""
+        known = {f.name for group in GROUPS.values() for f in dataclasses.fields(group)}
+        if unknown := sorted(set(values) - known):
+            raise ConfigError([f"unknown setting {name!r}" for name in unknown])
+        return cls(**{name: _group_from(group, values) for name, group in GROUPS.items()})
+
+    def to_flat(self) -> dict[str, Any]:
+        """`{field name: value}` over all groups."""
+        return {key: value for name in GROUPS for key, value in dataclasses.asdict(getattr(self, name)).items()}
+
+    def replace(self, **values: Any) -> "Config":
+        """A copy with these flat fields changed."""
+        return Config.from_flat(self.to_flat() | values)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_flat(), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Config":
+        return cls.from_flat(json.loads(path.read_text()))
+
+
+def _group_from(group: type, values: dict[str, Any]) -> Any:
+    return group(**{f.name: values[f.name] for f in dataclasses.fields(group) if f.name in values})

@@ -1,0 +1,156 @@
+"""RLSample: one trained sequence, the record that travels from rollout to trainer.
+
+Imports NumPy only: rollout, ingest and trainer all build or read it.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+UNTRAINED = -100
+"""Label of a token that is not trained (PyTorch's ignore_index)."""
+
+_TOKEN_FIELDS = {
+    "input_ids": np.int32,
+    "attention_mask": np.uint8,
+    "labels": np.int32,
+    "old_logprobs": np.float32,
+    "token_rewards": np.float32,
+    "token_advantages": np.float32,
+    "response_indices": np.int32,
+}
+_TRAINED_FIELDS = {"response_ids": np.int32, "output_versions": np.int32}
+ARRAY_FIELDS: dict[str, Any] = _TOKEN_FIELDS | _TRAINED_FIELDS
+"""Every array field and its dtype, in the order in which the codec writes them."""
+
+
+class SampleError(ValueError):
+    """A sample breaks the contract. Names the field, what was expected and what was found."""
+
+    def __init__(self, field: str, expected: object, got: object) -> None:
+        super().__init__(field, expected, got)
+        self.field, self.expected, self.got = field, expected, got
+
+    def __str__(self) -> str:
+        return f"RLSample.{self.field}: expected {self.expected}, got {self.got}"
+
+
+@dataclass(slots=True, eq=False)
+class RLSample:
+    """One episode (or one turn, with `--history-mode window`) as tokens. T tokens, R of them trained.
+
+    Example, a prompt of 3 tokens and a reply of 2, then 1 token of the next prompt:
+        input_ids        [ 5,  6,  7, 40, 41,  8]
+        labels           [-100, -100, -100, 40, 41, -100]
+        old_logprobs     [0, 0, 0, -0.3, -1.2, 0]        at the index of the token itself, not shifted
+        response_indices [-1, -1, -1, 0, 0, -1]
+        response_ids     [40, 41]
+    """
+
+    algorithm: str
+    """"ppo", "grpo" or "rloo": the trainer's own, or the sample is refused."""
+    input_ids: np.ndarray
+    """[T] int32, prompts and replies as sampled."""
+    attention_mask: np.ndarray
+    """[T] uint8, all ones."""
+    labels: np.ndarray
+    """[T] int32, the token's own id where trained, else UNTRAINED."""
+    old_logprobs: np.ndarray
+    """[T] float32, nats, of the distribution that was sampled from; 0 where untrained."""
+    token_rewards: np.ndarray
+    """[T] float32, a turn's reward on the last token of its reply."""
+    token_advantages: np.ndarray
+    """[T] float32, 0 where untrained."""
+    response_indices: np.ndarray
+    """[T] int32, number of the turn, -1 where untrained."""
+    response_ids: np.ndarray
+    """[R] int32, the trained tokens in order."""
+    output_versions: np.ndarray
+    """[R] int32, policy version that sampled each trained token."""
+    advantage: float = 0.0
+    """Group advantage (grpo, rloo); 0 with ppo."""
+    reward: float = 0.0
+    """Return that entered the group statistics (penalties included)."""
+    episode_return: float = 0.0
+    """Sum of step rewards."""
+    group_id: int = 0
+    game_id: int = 0
+    """Index into the run's game list."""
+    episode_id: int = 0
+    truncated: bool = False
+    """Cut by the turn limit or the window, not ended by the game."""
+    won: bool = False
+    num_turns: int = 0
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_trained(self) -> int:
+        """R, the number of trained tokens."""
+        return len(self.response_ids)
+
+    def validate(self) -> "RLSample":
+        """Check every equality of the contract; returns self. Raises SampleError at the first that fails."""
+        num_tokens = self._check_arrays()
+        trained = self.labels != UNTRAINED
+        _expect("input_ids", "at least 2 tokens", num_tokens, num_tokens >= 2)
+        _expect("labels", "index 0 untrained", int(self.labels[0]), not trained[0])
+        _expect("labels", "at least 1 trained token", 0, bool(trained.any()))
+        _expect("attention_mask", "all ones", "zeros or others", bool((self.attention_mask == 1).all()))
+        self._check_trained(trained)
+        self._check_untrained(~trained)
+        self._check_scalars()
+        return self
+
+    def _check_arrays(self) -> int:
+        num_tokens = len(self.input_ids)
+        for name, dtype in ARRAY_FIELDS.items():
+            array = getattr(self, name)
+            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+                raise SampleError(name, f"1-D {np.dtype(dtype).name} array", _describe(array))
+            if name in _TOKEN_FIELDS and len(array) != num_tokens:
+                raise SampleError(name, f"{num_tokens} entries, as input_ids", len(array))
+        return num_tokens
+
+    def _check_trained(self, trained: np.ndarray) -> None:
+        num_trained = int(trained.sum())
+        for name in _TRAINED_FIELDS:
+            got = len(getattr(self, name))
+            _expect(name, f"{num_trained} entries, one a trained token", got, got == num_trained)
+        labels = self.labels[trained]
+        _expect("labels", "each trained label is its own token id", "another id", bool((labels == self.input_ids[trained]).all()))
+        _expect("response_ids", "the trained tokens in order", "others", bool((labels == self.response_ids).all()))
+        _expect("response_indices", ">= 0 where trained", "negative", bool((self.response_indices[trained] >= 0).all()))
+        _expect("output_versions", ">= 0", "negative", bool((self.output_versions >= 0).all()))
+        for name in ("old_logprobs", "token_rewards", "token_advantages"):
+            values = getattr(self, name)[trained]
+            _expect(name, "finite where trained", values, bool(np.isfinite(values).all()))
+        logprobs = self.old_logprobs[trained]
+        _expect("old_logprobs", "<= 0", float(logprobs.max()), bool((logprobs <= 1e-4).all()))
+
+    def _check_untrained(self, untrained: np.ndarray) -> None:
+        for name in ("old_logprobs", "token_rewards", "token_advantages"):
+            _expect(name, "0 where untrained", "other values", bool((getattr(self, name)[untrained] == 0).all()))
+        _expect("response_indices", "-1 where untrained", "others", bool((self.response_indices[untrained] == -1).all()))
+
+    def _check_scalars(self) -> None:
+        for name in ("advantage", "reward", "episode_return"):
+            value = getattr(self, name)
+            _expect(name, "a finite number", value, bool(np.isfinite(value)))
+
+
+SCALAR_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(RLSample) if f.name not in ARRAY_FIELDS)
+"""Every field that is not an array, `algorithm` first."""
+
+
+def _expect(field: str, expected: object, got: object, holds: bool) -> None:
+    if not holds:
+        raise SampleError(field, expected, got)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, np.ndarray):
+        return f"{value.ndim}-D {value.dtype} array"
+    return type(value).__name__
