@@ -24,9 +24,9 @@ class ConfigError(ValueError):
         return "\n".join(f"- {problem}" for problem in self.problems)
 
 
-def flag(default: Any, help: str) -> Any:
-    """A field that is a command-line flag."""
-    return field(default=default, metadata={"help": help})
+def flag(default: Any, help: str, *, at_least: float | None = None, above: float | None = None) -> Any:
+    """A field that is a command-line flag, with its bounds (`None` passes: it stands for a default that follows from other flags)."""
+    return field(default=default, metadata={"help": help, "at_least": at_least, "above": above})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +55,22 @@ class GameConfig:
 
     tw_game_dir: str = flag("", "folder of TextWorld games, each .z8 with its .json beside it (required)")
     tw_game_pattern: str = flag("*.z8", "glob of game files inside --tw-game-dir, searched in subfolders too")
-    tw_game_limit: int | None = flag(None, "keep the first K games after a shuffle by --seed")
-    tw_max_episode_steps: int = flag(20, "turns (model replies, valid or not) until an episode is cut")
-    tw_history_token_window: int = flag(2048, "tokens of the transcript until an episode is cut")
-    tw_gamma: float = flag(1.0, "discount of Monte-Carlo returns (ppo)")
+    tw_game_limit: int | None = flag(None, "keep the first K games after a shuffle by --seed", at_least=1)
+    tw_max_episode_steps: int = flag(20, "turns (model replies, valid or not) until an episode is cut", at_least=1)
+    tw_history_token_window: int = flag(2048, "tokens of the transcript until an episode is cut", at_least=1)
+    tw_gamma: float = flag(1.0, "discount of Monte-Carlo returns (ppo)", at_least=0)
     tw_step_penalty: float = flag(0.0, "subtracted on each valid env step")
     tw_win_bonus: float = flag(1.0, "added on the winning step")
-    tw_lost_penalty: float = flag(0.0, "subtracted on the losing step")
-    tw_invalid_action_penalty: float = flag(0.0, "subtracted for each reply that is no admissible command")
+    tw_lost_penalty: float = flag(0.0, "subtracted on the losing step", at_least=0)
+    tw_invalid_action_penalty: float = flag(0.0, "subtracted for each reply that is no admissible command", at_least=0)
     history_mode: Literal["transcript", "window"] = flag(
         "transcript", "transcript: one append-only sample an episode; window: the last K turns, one sample a turn"
     )
-    history_window_turns: int = flag(4, "K of --history-mode window")
+    history_window_turns: int = flag(4, "K of --history-mode window", at_least=1)
     truncated: Literal["train", "mask"] = flag(
         "train", "cut episodes: train on the return so far, or mask them (group statistics include them either way)"
     )
-    env_step_timeout_s: float = flag(30.0, "one env step may take this long; then its process is ended, the game gets a strike")
+    env_step_timeout_s: float = flag(30.0, "one env step may take this long; then its process is ended, the game gets a strike", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,20 +78,20 @@ class AlgorithmConfig:
     """Algorithm and loss"""
 
     rl_algorithm: Literal["ppo", "grpo", "rloo"] = flag("grpo", "advantages: Monte-Carlo returns, or relative to the group")
-    grpo_group_size: int | None = flag(None, "episodes of one game in a group (default: --rollout-batch-size)")
-    grpo_adv_eps: float = flag(1e-8, "added to the group's std; a group whose std is not above it has no signal")
+    grpo_group_size: int | None = flag(None, "episodes of one game in a group (default: --rollout-batch-size)", at_least=1)
+    grpo_adv_eps: float = flag(1e-8, "added to the group's std; a group whose std is not above it has no signal", above=0)
     grpo_norm: Literal["std", "none"] = flag("std", "divide group advantages by the group's std, or not")
     keep_zero_std_groups: bool = flag(False, "store and train groups without signal too (they are counted either way)")
     clip_mode: Literal["ppo", "gipo", "sapo", "cispo", "gspo"] = flag("ppo", "policy objective")
-    clip_eps: float = flag(0.2, "clip range of ppo, cispo and gspo, and threshold of the clip fraction")
-    dual_clip: float | None = flag(None, "c of ppo's dual clip, above 1: for A < 0 the objective is at least c A (default: off)")
-    old_new_kl_coef: float = flag(0.0, "coefficient of the k3 penalty against the sampling policy")
-    gipo_sigma: float = flag(1.0, "width of gipo's gaussian")
-    sapo_tau_pos: float = flag(1.0, "gate temperature of sapo where A > 0")
-    sapo_tau_neg: float = flag(2.0, "gate temperature of sapo elsewhere")
+    clip_eps: float = flag(0.2, "clip range of ppo, cispo and gspo, and threshold of the clip fraction", above=0)
+    dual_clip: float | None = flag(None, "c of ppo's dual clip, above 1: for A < 0 the objective is at least c A (default: off)", above=1)
+    old_new_kl_coef: float = flag(0.0, "coefficient of the k3 penalty against the sampling policy", at_least=0)
+    gipo_sigma: float = flag(1.0, "width of gipo's gaussian", above=0)
+    sapo_tau_pos: float = flag(1.0, "gate temperature of sapo where A > 0", above=0)
+    sapo_tau_neg: float = flag(2.0, "gate temperature of sapo elsewhere", above=0)
     gamma_per: Literal["token", "turn"] = flag("token", "--tw-gamma discounts per trained token or per turn")
     ppo_normalize_advantages: bool = flag(False, "standardise ppo advantages over the whole optimizer step")
-    ppo_adv_norm_eps: float = flag(1e-8, "epsilon of --ppo-normalize-advantages")
+    ppo_adv_norm_eps: float = flag(1e-8, "epsilon of --ppo-normalize-advantages", above=0)
     loss_aggregation: Literal["token", "sequence"] = flag(
         "token", "mean over all trained tokens of the optimizer step, or over samples of their token means"
     )
@@ -101,12 +101,12 @@ class AlgorithmConfig:
 class BatchConfig:
     """Batching"""
 
-    max_length: int = flag(2048, "longest trained sequence, in tokens")
-    batch_size: int = flag(16, "samples in a padded micro-batch; most samples in a varlen pack")
-    grad_accum_steps: int = flag(8, "micro-batches per rank and optimizer step")
+    max_length: int = flag(2048, "longest trained sequence, in tokens", at_least=1)
+    batch_size: int = flag(16, "samples in a padded micro-batch; most samples in a varlen pack", at_least=1)
+    grad_accum_steps: int = flag(8, "micro-batches per rank and optimizer step", at_least=1)
     train_packing: Literal["padded", "varlen"] = flag("padded", "rows padded to the longest, or samples packed in one row")
-    train_token_budget: int | None = flag(None, "most tokens in a pack (required with varlen)")
-    train_pack_candidate_pool_size: int | None = flag(None, "samples among which packs are chosen (default: 4 x --batch-size)")
+    train_token_budget: int | None = flag(None, "most tokens in a pack (required with varlen)", at_least=1)
+    train_pack_candidate_pool_size: int | None = flag(None, "samples among which packs are chosen (default: 4 x --batch-size)", at_least=1)
     train_logprob_mode: Literal["full_logits_ce", "response_only_lm_head"] = flag(
         "full_logits_ce", "LM head at every position, or only where a trained token is predicted (varlen)"
     )
@@ -116,26 +116,26 @@ class BatchConfig:
 class OptimizerConfig:
     """Optimizer"""
 
-    max_steps: int = flag(5000, "optimizer steps, and the horizon of the learning rate")
-    learning_rate: float = flag(1e-6, "peak learning rate")
-    lr_warmup_steps: int = flag(500, "linear warm-up; the first step uses peak / warm-up, not 0")
-    min_lr_ratio: float = flag(0.0, "the cosine ends at this share of the peak")
-    weight_decay: float = flag(0.0, "AdamW weight decay, on matrices only (not on norms and biases)")
-    max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0: no clipping, the norm is still logged")
-    max_bad_steps: int = flag(10, "steps in a row with a non-finite loss or gradient (each is skipped) until the run stops")
+    max_steps: int = flag(5000, "optimizer steps, and the horizon of the learning rate", at_least=1)
+    learning_rate: float = flag(1e-6, "peak learning rate", at_least=0)
+    lr_warmup_steps: int = flag(500, "linear warm-up; the first step uses peak / warm-up, not 0", at_least=0)
+    min_lr_ratio: float = flag(0.0, "the cosine ends at this share of the peak", at_least=0)
+    weight_decay: float = flag(0.0, "AdamW weight decay, on matrices only (not on norms and biases)", at_least=0)
+    max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0: no clipping, the norm is still logged", at_least=0)
+    max_bad_steps: int = flag(10, "steps in a row with a non-finite loss or gradient (each is skipped) until the run stops", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
     """Replay"""
 
-    replay_capacity: int | None = flag(None, "samples in each rank's ring (default: batch x accumulation x 4)")
+    replay_capacity: int | None = flag(None, "samples in each rank's ring (default: batch x accumulation x 4)", at_least=1)
     replay_bytes: int | None = flag(None, "bytes of each rank's ring (default: capacity x a sample of --max-length)")
-    replay_wait_sleep_seconds: float = flag(0.2, "longest sleep between two looks at the ring while waiting for samples")
-    replay_sample_timeout_seconds: float = flag(1800.0, "longest wait for samples; 0: no limit")
-    min_replay_size_per_rank: int | None = flag(None, "samples in a rank's ring before its first step (default: --batch-size)")
-    max_policy_lag: int = flag(8, "oldest token a sample may have, in weight pushes behind the trainer; 0: no limit")
-    max_sample_reuse: int = flag(1, "times a sample may be trained; 0: no limit (the reference's way)")
+    replay_wait_sleep_seconds: float = flag(0.2, "longest sleep between two looks at the ring while waiting for samples", above=0)
+    replay_sample_timeout_seconds: float = flag(1800.0, "longest wait for samples; 0: no limit", at_least=0)
+    min_replay_size_per_rank: int | None = flag(None, "samples in a rank's ring before its first step (default: --batch-size)", at_least=1)
+    max_policy_lag: int = flag(8, "oldest token a sample may have, in weight pushes behind the trainer; 0: no limit", at_least=0)
+    max_sample_reuse: int = flag(1, "times a sample may be trained; 0: no limit (the reference's way)", at_least=0)
     replay_order: Literal["oldest", "uniform"] = flag("oldest", "which samples a rank takes first")
 
 
@@ -146,14 +146,16 @@ class RunConfig:
     placement: Literal["auto", "cpu", "colocated", "dedicated"] = flag(
         "auto", "where trainer and vLLM run; auto: cpu without a GPU, colocated with one, dedicated with more"
     )
-    fsdp_world_size: int | None = flag(None, "trainer ranks (default by placement: cpu 2, colocated 1, dedicated GPUs - tp x infer)")
+    fsdp_world_size: int | None = flag(
+        None, "trainer ranks (default by placement: cpu 2, colocated 1, dedicated GPUs - tp x infer)", at_least=1
+    )
     fsdp_master_addr: str | None = flag(None, "torchrun rendezvous address (default: 127.0.0.1)")
     fsdp_master_port: int | None = flag(None, "torchrun rendezvous port (default: a free one, chosen by torchrun)")
-    sync_every_optimizer_steps: int = flag(8, "optimizer steps in a round; each round ends with a weight push")
-    max_sync_rounds: int | None = flag(None, "end after exactly N rounds (default: no limit but --max-steps)")
-    num_rollout_workers: int | None = flag(None, "rollout processes (default: --fsdp-world-size)")
-    rollout_batch_size: int = flag(8, "episodes that a rollout process plays at a time")
-    rollout_stop_timeout: float = flag(10.0, "seconds to wait for a rollout process to stop before it is ended")
+    sync_every_optimizer_steps: int = flag(8, "optimizer steps in a round; each round ends with a weight push", at_least=1)
+    max_sync_rounds: int | None = flag(None, "end after exactly N rounds (default: no limit but --max-steps)", at_least=1)
+    num_rollout_workers: int | None = flag(None, "rollout processes (default: --fsdp-world-size)", at_least=1)
+    rollout_batch_size: int = flag(8, "episodes that a rollout process plays at a time", at_least=1)
+    rollout_stop_timeout: float = flag(10.0, "seconds to wait for a rollout process to stop before it is ended", above=0)
     seed: int = flag(42, "seed of model, games, episodes, vLLM and replay")
     synchronous: bool = flag(False, "generate, train and push in turn: the baseline to measure against")
 
@@ -162,21 +164,21 @@ class RunConfig:
 class InferenceConfig:
     """Inference"""
 
-    infer_size: int | None = flag(None, "inference processes, each a whole vLLM engine (default 1)")
-    infer_tp_size: int = flag(1, "GPUs of one engine (tensor parallel)")
-    infer_max_tokens: int = flag(16, "most tokens of a reply")
-    infer_temperature: float = flag(1.0, "sampling temperature of training episodes")
+    infer_size: int | None = flag(None, "inference processes, each a whole vLLM engine (default 1)", at_least=1)
+    infer_tp_size: int = flag(1, "GPUs of one engine (tensor parallel)", at_least=1)
+    infer_max_tokens: int = flag(16, "most tokens of a reply", at_least=1)
+    infer_temperature: float = flag(1.0, "sampling temperature of training episodes", above=0)
     infer_top_p: float = flag(1.0, "nucleus sampling; only 1.0 trains exactly, anything less is refused")
     infer_stop: str = flag("\\n", "text that ends a reply, beside the end-of-turn token (\\n: a newline; empty: none)")
-    vllm_max_num_seqs: int = flag(128, "requests that vLLM runs at a time")
-    vllm_max_num_batched_tokens: int = flag(8192, "tokens of one vLLM step")
+    vllm_max_num_seqs: int = flag(128, "requests that vLLM runs at a time", at_least=1)
+    vllm_max_num_batched_tokens: int = flag(8192, "tokens of one vLLM step", at_least=1)
     vllm_max_model_len: int | None = flag(None, "vLLM's context length (default: window + reply)")
     disable_vllm_prefix_caching: bool = flag(False, "recompute the whole prompt at every turn")
     gpu_memory_utilization: float | None = flag(None, "share of a GPU's memory for vLLM (default: 0.85 dedicated, 0.35 colocated)")
     enforce_eager: bool = flag(False, "no CUDA graphs in vLLM")
     enable_expert_parallel: bool = flag(False, "spread a MoE model's experts over --infer-tp-size GPUs")
-    inference_start_timeout_s: float = flag(900.0, "an engine may take this long to start")
-    request_timeout_s: float = flag(300.0, "a reply may take this long; then the turn is submitted again")
+    inference_start_timeout_s: float = flag(900.0, "an engine may take this long to start", above=0)
+    request_timeout_s: float = flag(300.0, "a reply may take this long; then the turn is submitted again", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,30 +190,30 @@ class SyncConfig:
         "episode", "KV is shared by episodes that began under one version, or only under the same version"
     )
     kv_on_sync: Literal["keep", "recompute"] = flag("keep", "KV of requests in flight when weights change")
-    sync_bucket_mb: int = flag(256, "MiB of one message of a push")
-    sync_timeout_s: float = flag(300.0, "a push may take this long")
-    verify_sync: int = flag(50, "check the first push and then every N-th (checksums and a logprob probe); 0: never")
+    sync_bucket_mb: int = flag(256, "MiB of one message of a push", at_least=1)
+    sync_timeout_s: float = flag(300.0, "a push may take this long", above=0)
+    verify_sync: int = flag(50, "check the first push and then every N-th (checksums and a logprob probe); 0: never", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
     """Metrics, evaluation and checkpoints"""
 
-    log_every: int = flag(1, "rounds between two progress lines")
-    metrics_window_size: int = flag(1000, "episodes in the sliding window")
-    metrics_active_timeout_seconds: float = flag(600.0, "a rollout process that ended an episode this recently counts as active")
+    log_every: int = flag(1, "rounds between two progress lines", at_least=1)
+    metrics_window_size: int = flag(1000, "episodes in the sliding window", at_least=1)
+    metrics_active_timeout_seconds: float = flag(600.0, "a rollout process that ended an episode this recently counts as active", above=0)
     log_dir: str | None = flag(None, "run folder (default: runs/TextWorld_FSDP/<timestamp>)")
     log_level: str = flag("info", "[role=]LEVEL of the log files, several separated by commas")
     save_checkpoint: bool = flag(False, "export the model in HuggingFace format, at the end and periodically")
     checkpoint_dir: str | None = flag(None, "folder of exports (default: <log-dir>/checkpoints)")
     checkpoint_name: str = flag("latest", 'name of the export, replaced atomically; "": keep step-XXXXXX folders')
-    checkpoint_every_sync_rounds: int = flag(0, "rounds between two exports; 0: only the last")
+    checkpoint_every_sync_rounds: int = flag(0, "rounds between two exports; 0: only the last", at_least=0)
     eval_game_dir: str | None = flag(None, "folder of held-out games, played before, during and after training")
-    eval_every_rounds: int = flag(0, "rounds between two evaluations; 0: only before the first step and at the end")
-    eval_episodes_per_game: int = flag(1, "episodes of each held-out game in an evaluation")
-    eval_temperature: float = flag(1.0, "sampling temperature of evaluation")
-    transcripts_every: int = flag(50, "every N-th episode is written to episodes/; 0: none")
-    max_restarts: int = flag(3, "restarts of each role's processes until the run stops")
+    eval_every_rounds: int = flag(0, "rounds between two evaluations; 0: only before the first step and at the end", at_least=0)
+    eval_episodes_per_game: int = flag(1, "episodes of each held-out game in an evaluation", at_least=1)
+    eval_temperature: float = flag(1.0, "sampling temperature of evaluation", at_least=0)
+    transcripts_every: int = flag(50, "every N-th episode is written to episodes/; 0: none", at_least=0)
+    max_restarts: int = flag(3, "restarts of each role's processes until the run stops", at_least=0)
 
 
 GROUPS: dict[str, type] = {
@@ -269,3 +271,69 @@ class Config:
 
 def _group_from(group: type, values: dict[str, Any]) -> Any:
     return group(**{f.name: values[f.name] for f in dataclasses.fields(group) if f.name in values})
+
+
+def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
+    """Fill every default that follows from another setting.
+
+    num_gpus: GPUs that this run may use. log_dir: the run folder where `--log-dir` is not given.
+    Asking for more than there is isn't refused here but by `checks.check`, with the arithmetic.
+    """
+    batch, games, run = config.batch, config.games, config.run
+    placement = run.placement
+    if placement == "auto":
+        placement = "cpu" if num_gpus == 0 else "colocated" if num_gpus == 1 else "dedicated"
+    infer_size = _default(config.inference.infer_size, 1)
+    world_size = _default(run.fsdp_world_size, _default_world_size(placement, num_gpus, config.inference.infer_tp_size * infer_size))
+    run_folder = _default(config.metrics.log_dir, log_dir)
+    capacity = _default(config.replay.replay_capacity, batch.batch_size * batch.grad_accum_steps * 4)
+    return config.replace(
+        placement=placement,
+        dtype=_resolve_dtype(config.model.dtype, placement),
+        compile=_resolve_auto(config.model.compile, "off" if placement == "cpu" else "on"),
+        attn_implementation=_resolve_auto(config.model.attn_implementation, "sdpa" if placement == "cpu" else "varlen"),
+        infer_size=infer_size,
+        fsdp_world_size=world_size,
+        fsdp_master_addr=_default(run.fsdp_master_addr, "127.0.0.1"),
+        num_rollout_workers=_default(run.num_rollout_workers, world_size),
+        grpo_group_size=_default(config.algorithm.grpo_group_size, run.rollout_batch_size),
+        train_pack_candidate_pool_size=_default(batch.train_pack_candidate_pool_size, 4 * batch.batch_size),
+        replay_capacity=capacity,
+        replay_bytes=_default(config.replay.replay_bytes, capacity * sample_bytes_bound(batch.max_length)),
+        min_replay_size_per_rank=_default(config.replay.min_replay_size_per_rank, batch.batch_size),
+        vllm_max_model_len=_default(config.inference.vllm_max_model_len, games.tw_history_token_window + 1),
+        gpu_memory_utilization=_default(config.inference.gpu_memory_utilization, 0.35 if placement == "colocated" else 0.85),
+        lr_warmup_steps=min(config.optimizer.lr_warmup_steps, _longest_warmup(config.optimizer)),
+        log_dir=run_folder,
+        checkpoint_dir=_default(config.metrics.checkpoint_dir, str(Path(run_folder) / "checkpoints")),
+    )
+
+
+def sample_bytes_bound(num_tokens: int) -> int:
+    """Bytes that a sample of this many tokens takes at most in a ring: all arrays, every token trained, and headers."""
+    return num_tokens * (6 * 4 + 1 + 2 * 4) + 1024
+
+
+def _longest_warmup(optimizer: OptimizerConfig) -> int:
+    """A warm-up longer than the run would leave the weights where they are: a tenth of the run instead."""
+    if optimizer.lr_warmup_steps <= optimizer.max_steps:
+        return optimizer.lr_warmup_steps
+    return max(1, optimizer.max_steps // 10)
+
+
+def _default_world_size(placement: str, num_gpus: int, num_infer_gpus: int) -> int:
+    if placement == "dedicated":
+        return max(1, num_gpus - num_infer_gpus)
+    return 2 if placement == "cpu" else 1
+
+
+def _resolve_dtype(dtype: str, placement: str) -> str:
+    return _resolve_auto(dtype, "float32" if placement == "cpu" else "bfloat16")
+
+
+def _resolve_auto(value: str, resolved: str) -> str:
+    return resolved if value == "auto" else value
+
+
+def _default(value: Any, fallback: Any) -> Any:
+    return fallback if value is None else value

@@ -5,6 +5,8 @@ Standard library only (the supervisor imports it before anything else).
 
 import hashlib
 import os
+import shutil
+import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,3 +58,35 @@ class RunPaths:
 
     def _shared(self, name: str) -> Path:
         return Path("/dev/shm") / f"accerl-{self.run_id}-{name}"
+
+
+def visible_gpus() -> list[str]:
+    """GPUs of this run, as CUDA_VISIBLE_DEVICES entries: the user's own list (indices or UUIDs), else all that nvidia-smi names."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [entry.strip() for entry in chosen.split(",") if entry.strip() and entry.strip() != "-1"]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return [str(index) for index, line in enumerate(filter(lambda text: text.startswith("GPU "), listing.stdout.splitlines()))]
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """CUDA_VISIBLE_DEVICES entries of each process."""
+
+    trainer: list[str]
+    """One entry a rank; all the same GPU when colocated; empty on cpu."""
+    inference: list[list[str]]
+    """One list an inference process, as long as --infer-tp-size; empty lists on cpu."""
+
+
+def plan_gpus(gpus: list[str], *, placement: str, world_size: int, infer_size: int, infer_tp_size: int) -> GpuPlan:
+    """Trainer ranks take the first GPUs, inference the next ones. `checks.check` has made sure that there are enough."""
+    if placement == "cpu":
+        return GpuPlan(trainer=[], inference=[[] for _ in range(infer_size)])
+    if placement == "colocated":
+        return GpuPlan(trainer=gpus[:1] * world_size, inference=[gpus[:1]] * infer_size)
+    rest = gpus[world_size:]
+    inference = [rest[index * infer_tp_size : (index + 1) * infer_tp_size] for index in range(infer_size)]
+    return GpuPlan(trainer=gpus[:world_size], inference=inference)

@@ -1,0 +1,225 @@
+"""What cannot work, found before anything heavy starts: all problems at once, each with flag, value and consequence.
+
+Takes a resolved Config. Looks at files and numbers only; what needs the model itself is checked by the launcher's probe.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from accerl_mp.cli import option_of
+from accerl_mp.config import GROUPS, Config
+from accerl_mp.games import find_games, list_games, without_json
+
+
+def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None) -> list[str]:
+    """Every problem of a resolved Config, in the order of its groups; empty when it can run."""
+    rules = [_bounds, _model, _games, _algorithm, _batch, _replay, _processes, _inference, _folders]
+    problems = [problem for rule in rules for problem in rule(config)]
+    problems += _gpus(config, num_gpus)
+    if shm_free_bytes is not None:
+        problems += _shared_memory(config, shm_free_bytes)
+    return problems
+
+
+def warnings(config: Config, typed: Config) -> list[str]:
+    """Settings that were changed or have no effect: not refused, but said."""
+    return list(_warnings(config, typed))
+
+
+def _bounds(config: Config) -> Iterator[str]:
+    for name in GROUPS:
+        group = getattr(config, name)
+        for field in dataclasses.fields(group):
+            value, at_least, above = getattr(group, field.name), field.metadata["at_least"], field.metadata["above"]
+            if value is not None and at_least is not None and value < at_least:
+                yield f"{option_of(field.name)} must be at least {at_least}, got {value}"
+            if value is not None and above is not None and value <= above:
+                yield f"{option_of(field.name)} must be above {above}, got {value}"
+    if config.optimizer.min_lr_ratio > 1:
+        yield f"--min-lr-ratio must be between 0 and 1, got {config.optimizer.min_lr_ratio}"
+
+
+def _model(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.dtype == "float16":
+        yield "--dtype float16 is refused: gradients under 6e-8 become 0 without loss scaling; use bfloat16 or float32"
+    if model.chat_template and not Path(model.chat_template).is_file():
+        yield f"--chat-template {model.chat_template}: no such file"
+    if not model.model_path:
+        yield "--model-path is missing: there is nothing to train"
+        return
+    yield from _model_folder(Path(model.model_path))
+
+
+def _model_folder(folder: Path) -> Iterator[str]:
+    if not folder.is_dir():
+        yield f"--model-path {folder}: no such folder (models are read from disk only, never downloaded)"
+        return
+    if not (folder / "config.json").is_file():
+        yield f"--model-path {folder}: no config.json in it: not a HuggingFace model folder"
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        yield f"--model-path {folder}: no *.safetensors (or pytorch_model*.bin) in it: there are no weights to train"
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
+        yield f"--model-path {folder}: no tokenizer in it (tokenizer.json): games could not be turned into tokens"
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model folder brings its own chat template, in either of the places where Transformers keeps it."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    settings = folder / "tokenizer_config.json"
+    return settings.is_file() and bool(json.loads(settings.read_text()).get("chat_template"))
+
+
+def _games(config: Config) -> Iterator[str]:
+    games, metrics = config.games, config.metrics
+    if not games.tw_game_dir:
+        yield "--tw-game-dir is missing: there is nothing to play"
+    else:
+        yield from _game_folder("--tw-game-dir", games.tw_game_dir, games.tw_game_pattern)
+    if metrics.eval_game_dir:
+        yield from _game_folder("--eval-game-dir", metrics.eval_game_dir, games.tw_game_pattern)
+        if games.tw_game_dir and Path(metrics.eval_game_dir).resolve() == Path(games.tw_game_dir).resolve():
+            yield f"--eval-game-dir {metrics.eval_game_dir} is --tw-game-dir: evaluation must play games that are not trained on"
+    elif metrics.eval_every_rounds > 0:
+        yield f"--eval-every-rounds {metrics.eval_every_rounds} needs --eval-game-dir: there are no held-out games to play"
+
+
+def _game_folder(option: str, folder: str, pattern: str) -> Iterator[str]:
+    if not Path(folder).is_dir():
+        yield f"{option} {folder}: no such folder"
+        return
+    games = find_games(folder, pattern)
+    if not games:
+        yield f"{option} {folder}: no file matches --tw-game-pattern {pattern!r}: there is nothing to play"
+    if lonely := without_json(games):
+        names = ", ".join(game.name for game in lonely[:3]) + (", ..." if len(lonely) > 3 else "")
+        yield f"{option} {folder}: {len(lonely)} games have no .json beside them ({names}): TextWorld would give no commands, score or end"
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    algorithm, games = config.algorithm, config.games
+    if algorithm.rl_algorithm != "ppo" and algorithm.grpo_group_size == 1:
+        yield f"--grpo-group-size 1 with --rl-algorithm {algorithm.rl_algorithm}: every advantage would be 0 and nothing could be learnt"
+    if algorithm.ppo_normalize_advantages and algorithm.rl_algorithm != "ppo":
+        yield f"--ppo-normalize-advantages has no effect with --rl-algorithm {algorithm.rl_algorithm}: leave it out"
+    if algorithm.dual_clip is not None and algorithm.clip_mode != "ppo":
+        yield f"--dual-clip belongs to --clip-mode ppo, got {algorithm.clip_mode}: leave it out"
+    if games.tw_history_token_window <= config.inference.infer_max_tokens:
+        yield (
+            f"--tw-history-token-window {games.tw_history_token_window} leaves no room for a prompt beside "
+            f"--infer-max-tokens {config.inference.infer_max_tokens}: every episode would be cut before its first turn"
+        )
+
+
+def _batch(config: Config) -> Iterator[str]:
+    batch, games = config.batch, config.games
+    if batch.max_length < games.tw_history_token_window:
+        yield (
+            f"--max-length {batch.max_length} is under --tw-history-token-window {games.tw_history_token_window}: "
+            "long episodes could not be trained"
+        )
+    if batch.train_packing == "varlen" and batch.train_token_budget is None:
+        yield "--train-packing varlen needs --train-token-budget: the size of a pack is not known"
+    if batch.train_token_budget is not None and batch.train_token_budget < batch.max_length:
+        yield f"--train-token-budget {batch.train_token_budget} is under --max-length {batch.max_length}: long samples fit in no pack"
+    if batch.train_logprob_mode == "response_only_lm_head" and batch.train_packing != "varlen":
+        yield f"--train-logprob-mode response_only_lm_head needs --train-packing varlen, got {batch.train_packing}"
+
+
+def _replay(config: Config) -> Iterator[str]:
+    replay, algorithm, run = config.replay, config.algorithm, config.run
+    group_size = 1 if algorithm.rl_algorithm == "ppo" else algorithm.grpo_group_size
+    needed = max(config.batch.grad_accum_steps, group_size)
+    if replay.min_replay_size_per_rank > replay.replay_capacity:
+        yield (
+            f"--min-replay-size-per-rank {replay.min_replay_size_per_rank} is over --replay-capacity {replay.replay_capacity}: "
+            "no step could ever start"
+        )
+    if replay.replay_capacity < needed:
+        yield (
+            f"--replay-capacity {replay.replay_capacity} is under {needed}, the larger of a whole group ({group_size}) and "
+            f"--grad-accum-steps ({config.batch.grad_accum_steps}): no step could ever start"
+        )
+    if replay.replay_bytes < 2 * group_size * 1024:
+        yield f"--replay-bytes {replay.replay_bytes} is too small for a group of {group_size} samples"
+    if run.num_rollout_workers < run.fsdp_world_size:
+        yield (
+            f"--num-rollout-workers {run.num_rollout_workers} is under --fsdp-world-size {run.fsdp_world_size}: "
+            "there must be at least one rollout process a trainer rank"
+        )
+
+
+def _processes(config: Config) -> Iterator[str]:
+    if config.run.synchronous and config.replay.max_sample_reuse != 1:
+        yield f"--synchronous trains each sample once, got --max-sample-reuse {config.replay.max_sample_reuse}"
+
+
+def _inference(config: Config) -> Iterator[str]:
+    inference, games = config.inference, config.games
+    if not 0 < inference.infer_top_p <= 1:
+        yield f"--infer-top-p must be in (0, 1], got {inference.infer_top_p}"
+    elif inference.infer_top_p < 1:
+        yield f"--infer-top-p {inference.infer_top_p} is refused: tokens outside the nucleus have no logprob: ratios would be wrong"
+    if inference.vllm_max_model_len < games.tw_history_token_window:
+        yield (
+            f"--vllm-max-model-len {inference.vllm_max_model_len} is under --tw-history-token-window {games.tw_history_token_window}: "
+            "vLLM would refuse long prompts"
+        )
+    if not 0 < inference.gpu_memory_utilization < 1:
+        yield f"--gpu-memory-utilization must be in (0, 1), got {inference.gpu_memory_utilization}"
+    if inference.enable_expert_parallel and inference.infer_tp_size == 1:
+        yield "--enable-expert-parallel spreads experts over --infer-tp-size GPUs, which is 1: leave it out"
+
+
+def _folders(config: Config) -> Iterator[str]:
+    run_folder = Path(config.metrics.log_dir)
+    if (run_folder / "args.json").exists():
+        yield f"--log-dir {run_folder} already holds a run: its files would be mixed with the new one's; name another folder"
+    parent = next(folder for folder in [run_folder, *run_folder.resolve().parents] if folder.exists())
+    if not os.access(parent, os.W_OK):
+        yield f"--log-dir {run_folder}: {parent} is not writable; name another folder"
+    if config.metrics.checkpoint_every_sync_rounds and not config.metrics.save_checkpoint:
+        yield f"--checkpoint-every-sync-rounds {config.metrics.checkpoint_every_sync_rounds} needs --save-checkpoint"
+
+
+def _gpus(config: Config, num_gpus: int) -> Iterator[str]:
+    run, inference = config.run, config.inference
+    infer_gpus = inference.infer_size * inference.infer_tp_size
+    if run.placement == "colocated" and (num_gpus < 1 or run.fsdp_world_size > 1 or infer_gpus > 1):
+        yield (
+            f"--placement colocated runs one trainer rank and one engine on one GPU, got --fsdp-world-size {run.fsdp_world_size}, "
+            f"{inference.infer_size} x {inference.infer_tp_size} inference GPUs and {num_gpus} GPUs"
+        )
+    needed = run.fsdp_world_size + infer_gpus
+    if run.placement == "dedicated" and num_gpus < needed:
+        yield (
+            f"--placement dedicated needs {needed} GPUs (--fsdp-world-size {run.fsdp_world_size} + --infer-size {inference.infer_size} x "
+            f"--infer-tp-size {inference.infer_tp_size}), but {num_gpus} are visible"
+        )
+
+
+def _shared_memory(config: Config, free_bytes: int) -> Iterator[str]:
+    needed = config.replay.replay_bytes * config.run.fsdp_world_size
+    if needed > free_bytes:
+        yield (
+            f"/dev/shm has {free_bytes / 2**20:.0f} MiB free, but the rings need {needed / 2**20:.0f} MiB (--fsdp-world-size "
+            f"{config.run.fsdp_world_size} x --replay-bytes {config.replay.replay_bytes}): lower --replay-capacity or --max-length, "
+            "or give the container a larger /dev/shm (docker run --shm-size)"
+        )
+
+
+def _warnings(config: Config, typed: Config) -> Iterator[str]:
+    if config.optimizer.lr_warmup_steps < typed.optimizer.lr_warmup_steps:
+        yield (
+            f"--lr-warmup-steps {typed.optimizer.lr_warmup_steps} is longer than --max-steps {config.optimizer.max_steps}: "
+            f"cut to {config.optimizer.lr_warmup_steps}, so that the weights really move"
+        )
+    games = list_games(config) if Path(config.games.tw_game_dir).is_dir() else []
+    if config.games.tw_game_limit and len(games) < config.games.tw_game_limit:
+        yield f"--tw-game-limit {config.games.tw_game_limit}: only {len(games)} games are there"
+    if config.inference.infer_temperature != 1.0:
+        yield f"--infer-temperature {config.inference.infer_temperature}: the trainer divides its logits by the same temperature"

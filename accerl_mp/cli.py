@@ -1,0 +1,111 @@
+"""Command line <-> Config: one argparse group per dataclass, one option per field.
+
+A word `@file` stands for the flags in that file (`#` begins a comment, `$NAME` is an environment variable);
+flags behind it override it.
+"""
+
+import argparse
+import dataclasses
+import shlex
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from accerl_mp.config import GROUPS, Config, ConfigError
+
+PROGRAM = "bash launch.sh"
+DESCRIPTION = "Train a language-model agent online in TextWorld games. Without flags: the demo."
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags, grouped as the dataclasses are. Defaults stay in the dataclasses: the parser knows only what was typed."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        epilog="@FILE reads flags from a file.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for group in GROUPS.values():
+        section = parser.add_argument_group(group.__doc__ or group.__name__)
+        hints = get_type_hints(group)
+        for field in dataclasses.fields(group):
+            section.add_argument(option_of(field.name), **_option_settings(hints[field.name], field))
+    return parser
+
+
+def option_of(field_name: str) -> str:
+    """`tw_game_dir` -> `--tw-game-dir`."""
+    return "--" + field_name.replace("_", "-")
+
+
+def parse(argv: list[str], *, environ: Mapping[str, str]) -> Config:
+    """Flags as typed -> Config, not resolved. Raises ConfigError for a file that cannot be read; argparse exits for unknown flags."""
+    return Config.from_flat(vars(build_parser().parse_args(expand(argv, environ=environ))))
+
+
+def expand(argv: list[str], *, environ: Mapping[str, str]) -> list[str]:
+    """Replace every `@file` by the words in it. All missing files and unset variables are reported at once."""
+    problems: list[str] = []
+    words: list[str] = []
+    for word in argv:
+        if word.startswith("@"):
+            words += _read_flags(Path(word[1:]), environ, problems)
+        else:
+            words.append(word)
+    if problems:
+        raise ConfigError(problems)
+    return words
+
+
+def to_argv(config: Config) -> list[str]:
+    """The shortest flags that give this Config: what differs from the defaults."""
+    defaults = Config().to_flat()
+    argv: list[str] = []
+    for name, value in config.to_flat().items():
+        if value == defaults[name]:
+            continue
+        argv.append(option_of(name))
+        if value is not True:
+            argv.append(str(value))
+    return argv
+
+
+def _read_flags(path: Path, environ: Mapping[str, str], problems: list[str]) -> list[str]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        problems.append(f"@{path}: cannot be read ({error.strerror}): its flags are missing")
+        return []
+    return [_expand_variables(word, path, environ, problems) for word in shlex.split(text, comments=True)]
+
+
+def _expand_variables(word: str, path: Path, environ: Mapping[str, str], problems: list[str]) -> str:
+    """`$NAME` (a whole word) -> its value; paths hold other dollars rarely, and a typo must not pass as text."""
+    if not word.startswith("$"):
+        return word
+    name = word[1:].strip("{}")
+    if name not in environ:
+        problems.append(f"@{path}: ${name} is not set: export {name}=... first, or give the flag behind the file")
+        return word
+    return environ[name]
+
+
+def _option_settings(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
+    kind, choices = _unwrap(hint)
+    help_text = field.metadata["help"].replace("%", "%%")
+    if kind is bool:
+        return {"action": "store_true", "help": help_text}
+    shown = "" if field.default in (None, "") else f" [{str(field.default).replace('%', '%%')}]"
+    metavar = "{" + ",".join(choices) + "}" if choices else field.name.rsplit("_", 1)[-1].upper()
+    return {"type": kind, "choices": choices, "help": help_text + shown, "metavar": metavar}
+
+
+def _unwrap(hint: Any) -> tuple[type, list[str] | None]:
+    """Optional[X] -> X; Literal[...] -> (str, choices)."""
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = next(arg for arg in get_args(hint) if arg is not type(None))
+    if get_origin(hint) is Literal:
+        return str, list(get_args(hint))
+    return hint, None

@@ -1,0 +1,223 @@
+"""Flags: parsing, files of flags, defaults that follow, and every refusal."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accerl_mp import checks
+from accerl_mp.cli import build_parser, expand, option_of, parse, to_argv
+from accerl_mp.config import GROUPS, Config, ConfigError, resolve
+
+REFERENCE_FLAGS = """
+model-path dtype train-mode trust-remote-code gradient-checkpointing tw-game-dir tw-game-pattern tw-game-limit tw-max-episode-steps
+tw-history-token-window tw-gamma tw-step-penalty tw-win-bonus tw-lost-penalty tw-invalid-action-penalty rl-algorithm grpo-group-size
+grpo-adv-eps clip-mode clip-eps old-new-kl-coef gipo-sigma sapo-tau-pos sapo-tau-neg ppo-normalize-advantages ppo-adv-norm-eps max-length
+batch-size grad-accum-steps train-packing train-token-budget train-pack-candidate-pool-size train-logprob-mode max-steps learning-rate
+lr-warmup-steps weight-decay replay-capacity replay-wait-sleep-seconds replay-sample-timeout-seconds min-replay-size-per-rank
+fsdp-world-size fsdp-master-addr fsdp-master-port sync-every-optimizer-steps max-sync-rounds num-rollout-workers rollout-batch-size
+rollout-stop-timeout seed infer-size infer-tp-size infer-max-tokens infer-temperature infer-top-p vllm-max-num-seqs
+vllm-max-num-batched-tokens vllm-max-model-len disable-vllm-prefix-caching log-every metrics-window-size
+metrics-active-timeout-seconds log-dir save-checkpoint checkpoint-dir checkpoint-name checkpoint-every-sync-rounds
+""".split()
+
+
+def fields() -> list[dataclasses.Field]:
+    return [field for group in GROUPS.values() for field in dataclasses.fields(group)]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, Any]:
+    """A model folder and a game folder that pass every check (by their names; nothing in them is real)."""
+    model, games = tmp_path / "model", tmp_path / "games"
+    model.mkdir()
+    games.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (model / name).write_text("{}")
+    for name in ("a.z8", "a.json", "b.z8", "b.json"):
+        (games / name).write_text("")
+    return {"model_path": str(model), "tw_game_dir": str(games), "log_dir": str(tmp_path / "run")}
+
+
+def problems_of(values: dict[str, Any], *, num_gpus: int = 0, shm: int = 1 << 40) -> list[str]:
+    config = resolve(Config.from_flat(values), num_gpus=num_gpus, log_dir="unused")
+    return checks.check(config, num_gpus=num_gpus, shm_free_bytes=shm)
+
+
+def test_all_67_flags_of_the_reference_are_there() -> None:
+    ours = {option_of(field.name) for field in fields()}
+    assert len(REFERENCE_FLAGS) == 67
+    assert {f"--{name}" for name in REFERENCE_FLAGS} <= ours
+
+
+def test_no_two_groups_share_a_field_name() -> None:
+    names = [field.name for field in fields()]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("field", fields(), ids=lambda field: field.name)
+def test_each_flag_reaches_its_field_and_comes_back_as_flags(field: dataclasses.Field) -> None:
+    parser = build_parser()
+    action = next(action for action in parser._actions if action.dest == field.name)
+    if action.nargs == 0:
+        typed = [option_of(field.name)]
+        expected: Any = True
+    elif action.choices:
+        expected = next(choice for choice in action.choices if choice != field.default)
+        typed = [option_of(field.name), expected]
+    else:
+        expected = action.type("7")
+        typed = [option_of(field.name), "7"]
+    config = parse(typed, environ={})
+    assert config.to_flat()[field.name] == expected
+    assert parse(to_argv(config), environ={}) == config
+
+
+def test_a_config_survives_its_file(tmp_path: Path) -> None:
+    config = Config.from_flat({"model_path": "m", "tw_game_limit": 3})
+    config.save(tmp_path / "args.json")
+    assert Config.load(tmp_path / "args.json") == config
+
+
+def test_an_unknown_setting_in_a_file_is_named() -> None:
+    with pytest.raises(ConfigError, match="num_rollouts"):
+        Config.from_flat({"num_rollouts": 3})
+
+
+def test_flags_behind_a_file_override_it(tmp_path: Path) -> None:
+    (tmp_path / "small.args").write_text("# a comment\n--model-path $MODEL_PATH\n--max-steps 5  # five\n--checkpoint-name ''\n")
+    config = parse([f"@{tmp_path}/small.args", "--max-steps", "6"], environ={"MODEL_PATH": "/models/a b"})
+    assert (config.model.model_path, config.optimizer.max_steps, config.metrics.checkpoint_name) == ("/models/a b", 6, "")
+
+
+def test_missing_files_and_unset_variables_are_reported_together(tmp_path: Path) -> None:
+    (tmp_path / "small.args").write_text("--model-path $MODEL_PATH --tw-game-dir ${GAMES}")
+    with pytest.raises(ConfigError) as error:
+        expand([f"@{tmp_path}/small.args", "@/no/such"], environ={})
+    assert len(error.value.problems) == 3
+    assert all(word in str(error.value) for word in ("$MODEL_PATH", "$GAMES", "/no/such"))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"),
+    [(0, ("cpu", 2, 1, "float32", "sdpa")), (1, ("colocated", 1, 1, "bfloat16", "varlen")), (4, ("dedicated", 3, 1, "bfloat16", "varlen"))],
+)
+def test_defaults_follow_from_the_gpus(num_gpus: int, expected: tuple) -> None:
+    config = resolve(Config(), num_gpus=num_gpus, log_dir="runs/x")
+    run, model = config.run, config.model
+    assert (run.placement, run.fsdp_world_size, config.inference.infer_size, model.dtype, model.attn_implementation) == expected
+
+
+def test_after_resolve_no_none_means_default() -> None:
+    config = resolve(Config(), num_gpus=0, log_dir="runs/x")
+    meaningful = {
+        "chat_template", "tw_game_limit", "dual_clip", "train_token_budget", "fsdp_master_port", "max_sync_rounds", "eval_game_dir"
+    }  # fmt: skip
+    assert {name for name, value in config.to_flat().items() if value is None} == meaningful
+    assert config.replay.replay_capacity == 16 * 8 * 4
+    assert config.run.num_rollout_workers == config.run.fsdp_world_size
+    assert config.metrics.checkpoint_dir == "runs/x/checkpoints"
+
+
+def test_a_warm_up_longer_than_the_run_is_cut_and_said(folders: dict[str, Any]) -> None:
+    typed = Config.from_flat(folders | {"max_steps": 20})
+    config = resolve(typed, num_gpus=0, log_dir="unused")
+    assert config.optimizer.lr_warmup_steps == 2
+    assert any("--lr-warmup-steps 500" in warning for warning in checks.warnings(config, typed))
+
+
+def test_good_settings_pass(folders: dict[str, Any]) -> None:
+    assert problems_of(folders) == []
+    assert (
+        problems_of(folders | {"train_packing": "varlen", "train_token_budget": 4096, "train_logprob_mode": "response_only_lm_head"}) == []
+    )
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"model_path": ""}, "--model-path is missing"),
+    ({"model_path": "/no/such"}, "--model-path /no/such: no such folder"),
+    ({"tw_game_dir": ""}, "--tw-game-dir is missing"),
+    ({"tw_game_dir": "/no/such"}, "--tw-game-dir /no/such: no such folder"),
+    ({"tw_game_pattern": "*.ulx"}, "no file matches"),
+    ({"dtype": "float16"}, "--dtype float16"),
+    ({"chat_template": "/no/such"}, "--chat-template /no/such"),
+    ({"max_length": 100}, "--max-length 100 is under --tw-history-token-window 2048"),
+    ({"train_packing": "varlen"}, "needs --train-token-budget"),
+    ({"train_packing": "varlen", "train_token_budget": 100}, "--train-token-budget 100 is under --max-length 2048"),
+    ({"train_logprob_mode": "response_only_lm_head"}, "needs --train-packing varlen"),
+    ({"grpo_group_size": 1}, "--grpo-group-size 1"),
+    ({"ppo_normalize_advantages": True}, "--ppo-normalize-advantages has no effect"),
+    ({"clip_mode": "sapo", "dual_clip": 3.0}, "--dual-clip belongs to"),
+    ({"dual_clip": 0.5}, "--dual-clip must be above 1"),
+    ({"tw_history_token_window": 16}, "--tw-history-token-window 16 leaves no room"),
+    ({"min_replay_size_per_rank": 999}, "--min-replay-size-per-rank 999 is over --replay-capacity 512"),
+    ({"replay_capacity": 4, "min_replay_size_per_rank": 2}, "--replay-capacity 4 is under 8"),
+    ({"replay_bytes": 10}, "--replay-bytes 10 is too small"),
+    ({"num_rollout_workers": 1}, "--num-rollout-workers 1 is under --fsdp-world-size 2"),
+    ({"synchronous": True, "max_sample_reuse": 2}, "--synchronous trains each sample once"),
+    ({"infer_top_p": 0.9}, "--infer-top-p 0.9 is refused"),
+    ({"infer_top_p": 1.5}, "--infer-top-p must be in (0, 1]"),
+    ({"vllm_max_model_len": 128}, "--vllm-max-model-len 128 is under"),
+    ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization must be in (0, 1)"),
+    ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
+    ({"eval_every_rounds": 5}, "--eval-every-rounds 5 needs --eval-game-dir"),
+    ({"eval_game_dir": "/no/such"}, "--eval-game-dir /no/such: no such folder"),
+    ({"checkpoint_every_sync_rounds": 5}, "needs --save-checkpoint"),
+    ({"placement": "dedicated", "fsdp_world_size": 3, "num_rollout_workers": 3}, "needs 4 GPUs (--fsdp-world-size 3 + --infer-size 1 x"),
+    ({"placement": "colocated"}, "--placement colocated"),
+    ({"min_lr_ratio": 2.0}, "--min-lr-ratio must be between 0 and 1"),
+    ({"max_sync_rounds": 0}, "--max-sync-rounds must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSALS, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_work_is_refused(folders: dict[str, Any], change: dict[str, Any], message: str) -> None:
+    problems = problems_of(folders | change)
+    assert any(message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("field", [f for f in fields() if f.metadata["at_least"] is not None], ids=lambda field: field.name)
+def test_each_lower_bound_is_checked(folders: dict[str, Any], field: dataclasses.Field) -> None:
+    value = field.metadata["at_least"] - 1
+    problems = problems_of(folders | {field.name: value})
+    assert any(problem.startswith(f"{option_of(field.name)} must be") for problem in problems), problems
+
+
+@pytest.mark.parametrize("field", [f for f in fields() if f.metadata["above"] is not None], ids=lambda field: field.name)
+def test_each_open_lower_bound_is_checked(folders: dict[str, Any], field: dataclasses.Field) -> None:
+    value = field.metadata["above"]
+    problems = problems_of(folders | {field.name: value})
+    assert any(problem.startswith(f"{option_of(field.name)} must be above") for problem in problems), problems
+
+
+def test_all_problems_come_at_once(folders: dict[str, Any]) -> None:
+    problems = problems_of(folders | {"tw_game_dir": "/no/such", "max_length": 100, "clip_eps": 0.0, "infer_top_p": 0.5})
+    assert len(problems) == 4
+
+
+def test_a_game_without_its_json_is_named(folders: dict[str, Any]) -> None:
+    (Path(folders["tw_game_dir"]) / "b.json").unlink()
+    assert any("b.z8" in problem for problem in problems_of(folders))
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_incomplete_model_folder_is_refused(folders: dict[str, Any], missing: str) -> None:
+    (Path(folders["model_path"]) / missing).unlink()
+    assert any(problem.startswith("--model-path") for problem in problems_of(folders))
+
+
+def test_a_small_dev_shm_is_refused_with_the_size_needed(folders: dict[str, Any]) -> None:
+    problems = problems_of(folders | {"replay_bytes": 100 << 20}, shm=64 << 20)
+    assert any("64 MiB free" in problem and "200 MiB" in problem for problem in problems)
+
+
+def test_a_used_run_folder_is_refused(folders: dict[str, Any]) -> None:
+    run_folder = Path(folders["log_dir"])
+    run_folder.mkdir()
+    (run_folder / "args.json").write_text("{}")
+    assert any("already holds a run" in problem for problem in problems_of(folders))
+
+
+def test_held_out_games_must_not_be_the_training_games(folders: dict[str, Any]) -> None:
+    assert any("--eval-game-dir" in problem for problem in problems_of(folders | {"eval_game_dir": folders["tw_game_dir"]}))
