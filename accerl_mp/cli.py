@@ -109,3 +109,22 @@ def _unwrap(hint: Any) -> tuple[type, list[str] | None]:
     if get_origin(hint) is Literal:
         return str, list(get_args(hint))
     return hint, None
+
+
+def markdown() -> str:
+    """The README's flag tables, one a group."""
+    tables = []
+    for group in GROUPS.values():
+        rows = [f"| `{option_of(f.name)}` | {_shown_default(f)} | {_escaped(f.metadata['help'])} |" for f in dataclasses.fields(group)]
+        tables.append("\n".join([f"**{group.__doc__}**", "", "| flag | default | meaning |", "| --- | --- | --- |", *rows]))
+    return "\n\n".join(tables)
+
+
+def _shown_default(field: dataclasses.Field) -> str:
+    if field.default is None or field.default == "":
+        return "-"
+    return "off" if field.default is False else f"`{field.default}`"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;")

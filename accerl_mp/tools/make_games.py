@@ -25,11 +25,12 @@ from textworld.generator import compile_game, make_grammar, make_quest, make_wor
 from textworld.generator.chaining import QuestGenerationError
 from textworld.generator.game import Game, GameOptions
 
-KINDS = ("take", "open", "put", "unlock", "insert", "eat", "drop", "close", "go", "lock")
-"""Last command of the quest; those before it are whatever leads there."""
+KINDS = ("take", "open", "put", "unlock", "insert", "eat", "drop", "close", "lock")
+"""Last command of the quest; those before it (going somewhere among them) are whatever leads there."""
 MAX_ROOMS, MAX_COMMANDS = 3, 3
-MAX_ATTEMPTS = 200
-"""Tries for one game: some kinds have no quest of a given length in some worlds."""
+MAX_ATTEMPTS = 60
+TRIES_PER_LENGTH = 10
+"""Some kinds have no quest of a given length in some worlds: after so many tries the quest gets a command shorter."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ def plan_split(split: str, num_games: int, seed: int) -> list[Recipe]:
     recipes = []
     for index in range(num_games):
         kind = KINDS[index % len(KINDS)]
-        num_rooms = max(1 + index % MAX_ROOMS, 2 if kind == "go" else 1)
-        num_commands = 1 + (index // len(KINDS) + index) % MAX_COMMANDS
+        cycle = index // len(KINDS)
+        num_rooms = 1 + (index + cycle) % MAX_ROOMS
+        num_commands = 1 + (index + 2 * cycle) % MAX_COMMANDS
         recipes.append(Recipe(split, index, seed, kind, num_rooms, num_commands))
     return recipes
 
@@ -85,13 +87,18 @@ def make_game(recipe: Recipe, folder: str) -> MadeGame:
             options = _options(recipe, folder)
             game = _generate(recipe, options)
         except (QuestGenerationError, NoQuestError):
-            recipe = replace(recipe, attempt=recipe.attempt + 1)
+            recipe = _next_attempt(recipe)
             continue
         compile_game(game, options)
-        options_file = Path(options.path)
-        options_file.with_suffix(".ni").unlink(missing_ok=True)
-        return _describe(game, recipe, options_file)
+        Path(options.path).with_suffix(".ni").unlink(missing_ok=True)
+        return _describe(game, recipe, Path(options.path))
     raise NoQuestError(recipe)
+
+
+def _next_attempt(recipe: Recipe) -> Recipe:
+    attempt = recipe.attempt + 1
+    shorter = attempt % TRIES_PER_LENGTH == 0 and recipe.num_commands > 1
+    return replace(recipe, attempt=attempt, num_commands=recipe.num_commands - shorter)
 
 
 class NoQuestError(RuntimeError):
@@ -136,7 +143,7 @@ def _generate(recipe: Recipe, options: GameOptions) -> Game:
 
 def _describe(game: Game, recipe: Recipe, path: Path) -> MadeGame:
     names = {key: info.name or key for key, info in game.infos.items()}
-    facts = sorted(f"{fact.name}({', '.join(names.get(variable.name, variable.name) for variable in fact.arguments)})" for fact in game.world.facts)
+    facts = [" ".join([fact.name, *(names.get(variable.name, variable.name) for variable in fact.arguments)]) for fact in game.world.facts]
     commands = list(game.quests[0].commands)
     return MadeGame(
         file=f"{recipe.split}/{path.name}",
@@ -145,7 +152,7 @@ def _describe(game: Game, recipe: Recipe, path: Path) -> MadeGame:
         num_things=len(game.world.objects),
         commands=commands,
         objective=game.objective,
-        world_key=_hash(facts),
+        world_key=_hash(sorted(facts)),
         quest_key=_hash(commands),
         recipe=recipe,
     )
@@ -170,7 +177,7 @@ def make_all(recipes: list[Recipe], out: Path, num_processes: int) -> list[MadeG
             for game in pool.map(make_game, todo, [str(out / recipe.split) for recipe in todo]):
                 keys = {game.world_key, game.quest_key}
                 if keys & seen:
-                    doubles.append(replace(game.recipe, attempt=game.recipe.attempt + 1))
+                    doubles.append(_next_attempt(game.recipe))
                     continue
                 seen |= keys
                 made[game.recipe.split, game.recipe.index] = game

@@ -1,0 +1,158 @@
+"""The sockets of an inference process and its one event loop.
+
+Three tasks: requests (each is answered by a task of its own, so that vLLM batches them all), control calls, and a watch that
+ends the process with the run or with the engine.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+
+from accerl_mp.inference.control import PushControl
+from accerl_mp.inference.engine import Engine, EngineError
+from accerl_mp.inference.front import FrontCounts, RequestFront
+from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.channels import CONTROL, REQUESTS, MessageError, MetricsSender
+from accerl_mp.transport.process import Process
+from accerl_mp.weight_sync import protocol
+
+_WATCH_S = 0.25
+_METRICS_EVERY = 4
+"""Watches between two metric records."""
+
+
+class InferenceServer:
+    """One engine behind two ROUTER sockets."""
+
+    def __init__(self, process: Process, engine: Engine) -> None:
+        sync = process.config.sync
+        self._process, self._engine = process, engine
+        self._front = RequestFront(engine, run_id=process.paths.run_id, salt_scope=sync.prefix_cache_scope)
+        session = f"{process.name} {time.time_ns()}"
+        self._control = PushControl(engine, self._front, session=session, sync_mode=sync.sync_mode, kv_on_sync=sync.kv_on_sync)
+        self._answering: set[asyncio.Task] = set()
+        self._broken: BaseException | None = None
+
+    async def run(self) -> None:
+        """Serve until the run ends (raises Closed) or fails (PeerLost), or the engine dies (EngineError)."""
+        process, context = self._process, sockets.new_async_context()
+        self._requests = sockets.bind_router(context, process.paths, REQUESTS, process.index)
+        self._calls = sockets.bind_router(context, process.paths, CONTROL, process.index)
+        metrics = MetricsSender(process.paths, process.name)
+        process.health.set_state("running")
+        tasks = [asyncio.create_task(loop) for loop in (self._serve_requests(), self._serve_control(), self._watch(metrics))]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await _cancel([*tasks, *self._answering])
+            metrics.close()
+            context.destroy(linger=0)
+
+    async def _serve_requests(self) -> None:
+        """Waits for requests, without a limit: rollouts may have nothing to ask."""
+        while True:
+            identity, data = await self._requests.recv_multipart()
+            task = asyncio.create_task(self._answer(identity, data))
+            self._answering.add(task)
+            task.add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Task) -> None:
+        self._answering.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._broken = task.exception()  # a fault of ours: `_watch` ends the process with it
+
+    async def _answer(self, identity: bytes, data: bytes) -> None:
+        """Every request gets an answer, an error if need be."""
+        start = time.monotonic()
+        number, counts = _number_of(data), self._front.counts
+        try:
+            request = channels.unpack("request", data)
+            reply = await self._front.reply(
+                np.frombuffer(request["prompt"], np.int32).tolist(),
+                max_tokens=request["max_tokens"],
+                temperature=request["temperature"],
+                salt_version=request["salt_version"],
+            )
+        except (MessageError, EngineError, ValueError) as error:
+            counts.num_errors += 1
+            await self._requests.send_multipart([identity, _error_reply(number, f"{type(error).__name__}: {error}")])
+            return
+        counts.add_reply(len(reply.ids), time.monotonic() - start)
+        message = {
+            "id": number,
+            "ids": np.array(reply.ids, np.int32).tobytes(),
+            "logprobs": np.array(reply.logprobs, np.float32).tobytes(),
+            "versions": np.array(reply.versions, np.int32).tobytes(),
+            "finish_reason": reply.finish_reason,
+            "salt_version": reply.salt_version,
+            "error": None,
+        }
+        await self._requests.send_multipart([identity, channels.pack("reply", message)])
+
+    async def _serve_control(self) -> None:
+        """Waits for the trainer's calls, without a limit, and answers them one after the other."""
+        while True:
+            identity, data = await self._calls.recv_multipart()
+            try:
+                op, number, fields = protocol.unpack_call(data)
+            except MessageError:
+                continue  # no number, so no way to answer
+            answer = await self._control.answer(op, fields)
+            await self._calls.send_multipart([identity, protocol.pack_answer(number, answer)])
+
+    async def _watch(self, metrics: MetricsSender) -> None:
+        """Look at the run and at the engine four times a second; report once a second."""
+        health, counts = self._process.health, self._front.counts
+        while True:
+            for _ in range(_METRICS_EVERY):
+                health.tick()
+                health.check()
+                if self._broken is not None:
+                    raise self._broken
+                if self._engine.is_dead:
+                    raise EngineError("vLLM's engine has died; its own messages are in this log")
+                await asyncio.sleep(_WATCH_S)
+            metrics.values(_tags(counts, num_running=len(self._front.ledger)))
+            counts.reset()
+
+
+def _tags(counts: FrontCounts, *, num_running: int) -> dict[str, channels.Value]:
+    seconds, num_replies = time.monotonic() - counts.started, counts.num_replies
+    tags: dict[str, channels.Value] = {
+        "Infer/TokensPerSec": (counts.num_tokens, seconds, counts.num_tokens / seconds),
+        "Infer/RequestsPerSec": (num_replies, seconds, num_replies / seconds),
+        "Infer/RunningRequestsMean": num_running,
+    }
+    if num_replies:
+        tags["Infer/ReplyTokensMean"] = (counts.num_tokens, num_replies, counts.num_tokens_max)
+        tags["Infer/ReplySecondsMean"] = (counts.reply_seconds, num_replies, counts.reply_seconds_max)
+        tags["Infer/PrefixCacheHitRate"] = (counts.num_cached_tokens, counts.num_prompt_tokens, 0.0)
+    if counts.num_aborted:
+        tags["Infer/AbortedReplies"] = counts.num_aborted
+    if counts.num_errors:
+        tags["Infer/FailedRequests"] = counts.num_errors
+    return tags
+
+
+def _number_of(data: bytes) -> int:
+    """The request's id even where the rest of it is wrong; -1 if there is none."""
+    try:
+        number = channels.unpack_any(data).get("id")
+    except MessageError:
+        return -1
+    return number if isinstance(number, int) else -1
+
+
+def _error_reply(number: int, error: str) -> bytes:
+    empty: dict[str, Any] = {"ids": b"", "logprobs": b"", "versions": b"", "finish_reason": "abort", "salt_version": -1}
+    return channels.pack("reply", {"id": number, "error": error} | empty)
+
+
+async def _cancel(tasks: list[asyncio.Task]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,109 @@
+"""The work channel's side of ingest: rollouts ask for groups and are given them, at once or when admission allows."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from accerl_mp.ingest.dealer import Deal, Dealer
+from accerl_mp.ingest.inbox import receive_all
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.channels import MessageError
+from accerl_mp.transport.health import HealthTable
+
+_log = logging.getLogger(__name__)
+
+
+class WorkDesk:
+    """Asks are kept until there is something to play; a rollout that asks again replaces its ask."""
+
+    def __init__(
+        self, context: zmq.Context, paths: RunPaths, *, dealer: Dealer, games: list[Path], eval_games: list[Path], table: HealthTable
+    ) -> None:
+        self._dealer, self._table = dealer, table
+        self._games = {"train": games, "eval": eval_games}
+        self._asks: dict[bytes, int] = {}
+        self._named_aside: set[int] = set()
+        self.socket = sockets.bind_router(context, paths, channels.WORK)
+
+    @property
+    def num_asks(self) -> int:
+        """Rollouts that wait for a group."""
+        return len(self._asks)
+
+    def receive(self, version: int, is_done: Callable[[int], bool]) -> None:
+        """Take asks and failures. `is_done`: groups that need not be played any more, whoever holds them."""
+        for sender, frames in receive_all(self.socket):
+            try:
+                self._take(sender, frames[0], version, is_done)
+            except MessageError as error:
+                _log.error("%s sent work a message that is none: %s", sender.decode(errors="replace"), error)
+
+    def answer(self, version: int, may_train: Callable[[], bool], note_next_number: Callable[[int], None]) -> None:
+        """Deal to those who wait, first come first served, until there is nothing to deal."""
+        for sender, worker in list(self._asks.items()):
+            deal = self._dealer.next_deal(worker, self._life_of(worker), may_train=may_train())
+            if deal is None:
+                return
+            # Before it leaves: an ingest that takes over must not give the number to another group.
+            note_next_number(self._dealer.next_number)
+            self._send(sender, deal, version)
+            del self._asks[sender]
+
+    def say_stop(self) -> None:
+        for sender in self._asks:
+            self.socket.send_multipart([sender, channels.pack("stop", {"op": "stop"})])
+
+    def close(self) -> None:
+        self.socket.close(linger=100)
+
+    def _take(self, sender: bytes, data: bytes, version: int, is_done: Callable[[int], bool]) -> None:
+        match channels.unpack_any(data).get("op"):
+            case "ask":
+                self._take_ask(sender, channels.unpack("ask", data), version, is_done)
+            case "failed":
+                message = channels.unpack("failed", data)
+                self._dealer.fail(message["group_id"], message["reason"])
+                self._name_aside(message["reason"])
+            case other:
+                raise MessageError(f"op {other!r}")
+
+    def _take_ask(self, sender: bytes, message: dict[str, Any], version: int, is_done: Callable[[int], bool]) -> None:
+        worker = message["worker"]
+        holding = [group_id for group_id in message["holding"] if not is_done(group_id)]
+        undelivered = self._dealer.hear(worker, self._life_of(worker), holding)
+        self._name_aside("its rollouts died")
+        if undelivered is not None:
+            self._asks.pop(sender, None)
+            self._send(sender, undelivered, version)
+            return
+        if sender not in self._asks:
+            self.socket.send_multipart([sender, channels.pack("wait", {"op": "wait"})])
+        self._asks[sender] = worker
+
+    def _send(self, sender: bytes, deal: Deal, version: int) -> None:
+        message = {
+            "op": "group",
+            "group_id": deal.group_id,
+            "episode_ids": list(deal.episode_ids),
+            "game_id": deal.game_id,
+            "game_path": str(self._games[deal.kind][deal.game_id]),
+            "seeds": list(deal.seeds),
+            "kind": deal.kind,
+            "eval_id": deal.eval_id,
+            "policy_version": version,
+        }
+        self.socket.send_multipart([sender, channels.pack("group", message)])
+
+    def _life_of(self, worker: int) -> int:
+        """Pid of the rollout with this index, to tell a new process from the one before; 0 outside a run."""
+        name = f"rollout/{worker}"
+        return int(self._table.word(self._table.row_of(name), "pid")) if name in self._table.names else 0
+
+    def _name_aside(self, reason: str) -> None:
+        for game_id in sorted(self._dealer.set_aside - self._named_aside):
+            _log.error("game %s cannot be played and is set aside: %s", self._games["train"][game_id], reason)
+        self._named_aside |= self._dealer.set_aside

@@ -1,0 +1,147 @@
+"""Played groups: taken from the samples channel, checked, put into a ring, then acknowledged."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from accerl_mp.ingest.dealer import Dealer
+from accerl_mp.ingest.rings import Rings
+from accerl_mp.samples import RLSample, SampleError
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.channels import MessageError
+from accerl_mp.transport.codec import CodecError, decode_samples, sample_size_bytes
+from accerl_mp.transport.ring_memory import RingError
+
+MAX_MESSAGES = 64
+"""Taken from a socket before the loop goes on."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A group for which no ring has room yet."""
+
+    sender: bytes
+    samples: list[RLSample]
+
+
+@dataclass(slots=True)
+class SampleSizes:
+    """What a group with samples was like so far."""
+
+    num_groups: int = 0
+    num_samples: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+    def add(self, samples: list[RLSample]) -> None:
+        self.num_groups += 1
+        self.num_samples += len(samples)
+        self.num_tokens += sum(len(sample) for sample in samples)
+        self.num_bytes += sum(sample_size_bytes(sample) for sample in samples)
+
+
+class Inbox:
+    """The samples channel's side of ingest.
+
+    when full      a group waits here without an ack; its rollout holds at most MAX_UNACKED of them, then it stops
+    doubles        are acknowledged and dropped: the rings remember the ids of groups, also for the next ingest
+    """
+
+    def __init__(
+        self, context: zmq.Context, paths: RunPaths, *, rings: Rings, dealer: Dealer, take_evaluated: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._rings, self._dealer, self._take_evaluated = rings, dealer, take_evaluated
+        self._waiting: dict[int, _Waiting] = {}
+        self.socket = sockets.bind_router(context, paths, channels.SAMPLES)
+        self.counts: Counter[str] = Counter()
+        """Groups by what became of them: samples, zero_std, rejected, double, broken, too_large."""
+        self.sizes = SampleSizes()
+
+    @property
+    def num_waiting(self) -> int:
+        """Groups that wait for room."""
+        return len(self._waiting)
+
+    def receive(self) -> None:
+        for sender, frames in receive_all(self.socket):
+            try:
+                self._take(sender, channels.unpack("played", frames[0]), frames[1:])
+            except (MessageError, IndexError) as error:
+                _log.error("%s sent a group that is none: %s", sender.decode(errors="replace"), error)
+
+    def put(self) -> None:
+        """Into the rings, oldest first, as long as there is room."""
+        while self._waiting:
+            group_id, waiting = next(iter(self._waiting.items()))
+            try:
+                if not self._rings.try_put(waiting.samples):
+                    return
+            except RingError as error:
+                _log.error("group %d is left out: %s", group_id, error)
+                self.counts["too_large"] += 1
+                self._rings.remember(group_id)
+            del self._waiting[group_id]
+            self._ack(waiting.sender, group_id)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _take(self, sender: bytes, message: dict[str, Any], frames: list[bytes]) -> None:
+        group_id = message["group_id"]
+        if message["kind"] == "eval":
+            self._take_evaluated(message)
+            self._ack(sender, group_id)
+        elif group_id in self._waiting:
+            self._waiting[group_id].sender = sender  # sent again, because there is no room yet
+        elif self._rings.has_group(group_id):
+            self.counts["double"] += 1
+            self._ack(sender, group_id)
+        else:
+            self._take_new(sender, message, frames)
+
+    def _take_new(self, sender: bytes, message: dict[str, Any], frames: list[bytes]) -> None:
+        group_id, outcome = message["group_id"], message["outcome"]
+        try:
+            samples = _checked(message, decode_samples(frames)) if outcome == "samples" else []
+        except (CodecError, SampleError, MessageError) as error:
+            _log.error("group %d of %s is broken, it will be played again: %s", group_id, sender.decode(errors="replace"), error)
+            self.counts["broken"] += 1
+            self._dealer.fail(group_id, str(error))
+            self._ack(sender, group_id)
+            return
+        self.counts[outcome] += 1
+        self._dealer.finish(group_id)
+        if samples:
+            self.sizes.add(samples)
+            self._waiting[group_id] = _Waiting(sender, samples)
+        else:
+            self._rings.remember(group_id)
+            self._ack(sender, group_id)
+
+    def _ack(self, sender: bytes, group_id: int) -> None:
+        self.socket.send_multipart([sender, channels.pack("ack", {"op": "ack", "group_id": group_id})])
+
+
+def receive_all(socket: zmq.Socket) -> list[tuple[bytes, list[bytes]]]:
+    """(sender, frames) of every message that is there, up to MAX_MESSAGES."""
+    messages = []
+    while len(messages) < MAX_MESSAGES and socket.poll(0):
+        sender, *frames = socket.recv_multipart()
+        messages.append((sender, frames))
+    return messages
+
+
+def _checked(message: dict[str, Any], samples: list[RLSample]) -> list[RLSample]:
+    group_id = message["group_id"]
+    if not samples:
+        raise MessageError("outcome is 'samples', but there are none")
+    if strangers := {sample.group_id for sample in samples} - {group_id}:
+        raise MessageError(f"has samples of groups {sorted(strangers)}")
+    return samples

@@ -1,0 +1,223 @@
+"""The ingest process: deals groups to rollouts, takes them back played, and puts them into the rings."""
+
+import logging
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from accerl_mp.games import list_eval_games, list_games
+from accerl_mp.ingest.admission import Admission, Progress, Supply
+from accerl_mp.ingest.balance import FlopsEstimate
+from accerl_mp.ingest.dealer import Dealer, Schedule
+from accerl_mp.ingest.desk import WorkDesk
+from accerl_mp.ingest.evaluation import Evaluation
+from accerl_mp.ingest.inbox import Inbox
+from accerl_mp.ingest.rings import Rings
+from accerl_mp.timing import Timer
+from accerl_mp.transport import sockets
+from accerl_mp.transport.channels import MetricsSender
+from accerl_mp.transport.process import Process
+from accerl_mp.transport.ring_memory import NUM_RECENT
+
+BUSY_POLL_S = 0.02
+"""Between two looks at rings and board while a rollout waits for work, or a group for room."""
+IDLE_POLL_S = 0.2
+REPORT_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Ingest:
+    """One thread that sleeps in poll.
+
+    waits for      messages of rollouts, room in the rings, admission, evaluations asked for on the board
+    when full      groups stay unacknowledged, so rollouts stop; nothing is dropped
+    at the end     tells the rollouts that ask, then raises Closed
+    a dead rollout what it held is dealt again when its successor asks
+    a dead ingest  the rings know which groups are done and which number comes next; rollouts say what they hold
+    """
+
+    def __init__(self, process: Process) -> None:
+        config, paths = process.config, process.paths
+        self._process, self._config, self._board = process, config, process.board
+        self._games, self._eval_games = list_games(config), list_eval_games(config)
+        self._group_size = 1 if config.algorithm.rl_algorithm == "ppo" else config.algorithm.grpo_group_size or 1
+        self._rings = Rings.open(paths, config, process.health, FlopsEstimate.of_model(Path(config.model.model_path)))
+        self._dealer = self._open_dealer()
+        self._admission = Admission(config)
+        self._evaluation: Evaluation | None = None
+        self._timer, self._report_at, self._reported = Timer(), time.monotonic() + REPORT_S, Counter[str]()
+        self._reported_version = -1
+        self._context = sockets.new_context()
+        self._metrics = MetricsSender(paths, process.name)
+        self._inbox = Inbox(self._context, paths, rings=self._rings, dealer=self._dealer, take_evaluated=self._take_evaluated)
+        self._desk = WorkDesk(
+            self._context, paths, dealer=self._dealer, games=self._games, eval_games=self._eval_games, table=process.health.table
+        )
+        self._poller = zmq.Poller()
+        for socket in (self._desk.socket, self._inbox.socket):
+            self._poller.register(socket, zmq.POLLIN)
+        self._new_counts()  # what an earlier ingest counted in the rings is reported already
+
+    def run(self) -> None:
+        """Until the run ends (Closed)."""
+        self._process.health.set_state("running")
+        try:
+            while True:
+                self._process.health.tick()
+                self._wait()
+                self._start_evaluation()
+                self._inbox.receive()
+                self._inbox.put()
+                self._end_evaluation()
+                self._follow()
+                self._desk.receive(self._version, self._is_done)
+                self._deal()
+                self._report()
+        finally:
+            self._desk.say_stop()
+            self._close()
+
+    @property
+    def _version(self) -> int:
+        return self._board.get("policy_version")
+
+    def _open_dealer(self) -> Dealer:
+        metrics, rings = self._config.metrics, self._rings
+        schedule = Schedule(
+            seed=self._config.run.seed,
+            num_games=len(self._games),
+            group_size=self._group_size,
+            num_eval_games=len(self._eval_games),
+            episodes_per_eval_game=metrics.eval_episodes_per_game,
+        )
+        num_workers = self._config.run.num_rollout_workers or 1
+        dealer = Dealer.resume(schedule, num_workers, next_number=rings.next_number, done=rings.done, window=NUM_RECENT // 2)
+        if dealer.next_number:
+            _log.warning("goes on at group %d; %d groups before it are with rollouts or lost", dealer.next_number, len(dealer.orphans))
+        return dealer
+
+    def _wait(self) -> None:
+        is_busy = self._inbox.num_waiting or self._desk.num_asks
+        what = "room in the rings" if self._inbox.num_waiting else "rollouts, or a need for more groups"
+        with self._timer.phase("wait"), self._process.health.waiting(what, timeout_s=0) as wait:
+            wait.check()
+            self._poller.poll(1000 * (BUSY_POLL_S if is_busy else IDLE_POLL_S))
+
+    def _is_done(self, group_id: int) -> bool:
+        return self._rings.has_group(group_id)
+
+    def _deal(self) -> None:
+        """Answer the rollouts that ask."""
+        if not self._desk.num_asks:
+            return
+        with self._timer.phase("deal"):
+            supply = self._supply()
+            # After the rings: what is trained in between is then counted twice, once too often rather than not at all.
+            self._follow()
+
+            def may_train() -> bool:
+                running = self._dealer.num_train_running + self._inbox.num_waiting
+                now = replace(supply, num_running=running * self._samples_per_group, groups_that_fit=supply.groups_that_fit - running)
+                return self._admission.admits(now, group_size=self._samples_per_group)
+
+            self._desk.answer(self._version, may_train, self._rings.note_next_number)
+
+    def _follow(self) -> None:
+        self._admission.follow(Progress(self._version, self._board.get("optimizer_step"), self._rings.num_used))
+
+    def _supply(self) -> Supply:
+        """As the rings are; running groups come on top."""
+        replay, sizes, loads = self._config.replay, self._inbox.sizes, self._rings.loads()
+        bound = (replay.replay_bytes or 0) / (replay.replay_capacity or 1)
+        return Supply(
+            usable_uses=self._rings.usable_uses(self._version, replay.max_policy_lag),
+            num_running=0,
+            num_missing=sum(max(0, load.num_missing) for load in loads),
+            num_waiting=self._rings.num_waiting,
+            groups_that_fit=self._rings.groups_that_fit(
+                self._samples_per_group, sizes.num_bytes / sizes.num_samples if sizes.num_samples else bound
+            ),
+            mean_tokens=sizes.num_tokens / sizes.num_samples if sizes.num_samples else 0.0,
+        )
+
+    @property
+    def _samples_per_group(self) -> float:
+        """1 at least: a group whose samples are few still needs a place."""
+        sizes = self._inbox.sizes
+        return max(1.0, sizes.num_samples / sizes.num_groups) if sizes.num_groups else float(self._group_size)
+
+    def _take_evaluated(self, message: dict[str, Any]) -> None:
+        """Results of an evaluation; a group of one that is over, or that came before, changes nothing."""
+        self._dealer.finish(message["group_id"])
+        if self._evaluation is not None:
+            self._evaluation.add(message["group_id"], message["episodes"])
+
+    def _start_evaluation(self) -> None:
+        """If the trainer has asked for one. One at a time."""
+        eval_id = self._board.get("eval_done") + 1
+        if self._evaluation is None and self._board.get("eval_asked") >= eval_id:
+            deals = self._dealer.start_evaluation(eval_id)
+            step = self._board.get("optimizer_step")
+            self._evaluation = Evaluation(eval_id, deals, self._eval_games, step=step, version=self._version)
+
+    def _end_evaluation(self) -> None:
+        """Once every held-out game was played, or given up."""
+        evaluation = self._evaluation
+        if evaluation is None:
+            return
+        for group_id in self._dealer.failed_eval:
+            evaluation.give_up(group_id)
+        if not evaluation.is_complete:
+            return
+        path = evaluation.save(self._process.paths.run_dir / "eval")
+        self._metrics.values(evaluation.values(), step=evaluation.step, version=evaluation.version)
+        _log.info("evaluation %d at step %d is complete: %s", evaluation.eval_id, evaluation.step, path)
+        self._evaluation = None
+        # Last: the trainer may end the run as soon as it sees this.
+        self._board.set("eval_done", evaluation.eval_id)
+
+    def _report(self) -> None:
+        """Metrics, once a second and once a round."""
+        if time.monotonic() < self._report_at and self._version == self._reported_version:
+            return
+        self._report_at, self._reported_version = time.monotonic() + REPORT_S, self._version
+        values: dict[str, Any] = {f"Time/ingest/{phase}": triple for phase, triple in self._timer.take().items()}
+        values["Replay/FillRatio"] = self._rings.fill()
+        new = self._new_counts()
+        values |= {tag: number for tag, number in new.items() if "/" in tag and number}
+        if num_evicted := new["evicted"]:
+            values["Replay/Evicted"] = num_evicted
+            values["Replay/EvictedTokensMean"] = (new["evicted tokens"], num_evicted, new["evicted tokens"] / num_evicted)
+        if self._dealer.set_aside:
+            values["Rollout/GamesSetAside"] = len(self._dealer.set_aside)
+        self._metrics.values(values)
+
+    def _new_counts(self) -> dict[str, int]:
+        """What has happened since the last report."""
+        groups = self._inbox.counts
+        now = Counter(
+            {
+                "Ingest/SampleGroups": groups["samples"],
+                "Ingest/ZeroStdGroups": groups["zero_std"],
+                "Ingest/BrokenGroups": groups["broken"] + groups["too_large"],
+                "Rollout/RejectedGroups": groups["rejected"],
+                "Rollout/RedealtGroups": self._dealer.num_redealt,
+                "Rollout/DoubleGroups": groups["double"],
+            }
+        )
+        now["evicted"], now["evicted tokens"] = self._rings.counted("evicted")
+        new = {tag: now[tag] - self._reported[tag] for tag in now}
+        self._reported = now
+        return new
+
+    def _close(self) -> None:
+        self._desk.close()
+        self._inbox.close()
+        self._context.term()
+        self._metrics.close()
+        self._rings.close()

@@ -1,0 +1,19 @@
+"""A trainer rank: `torchrun --nproc-per-node N -m accerl_mp.launcher --run-dir DIR`. Rank 0 first forks the supervisor."""
+
+import os
+import sys
+from pathlib import Path
+
+from accerl_mp import log
+from accerl_mp.launcher.supervisor import fork_supervisor
+
+if __name__ == "__main__":
+    run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+    rank = int(os.environ.get("RANK", "0"))
+    log.keep_terminal()
+    # Before anything beyond the standard library is imported: threads do not survive a fork, their locks do.
+    supervisor_pid = fork_supervisor(run_dir) if rank == 0 else None
+
+    from accerl_mp.launcher.rank import run_rank
+
+    run_rank(run_dir, rank, supervisor_pid)

@@ -1,0 +1,139 @@
+"""Starting, ending and reaping processes, as the supervisor does it. Standard library only.
+
+The supervisor is a child subreaper: when one of its processes dies, that one's own children (vLLM's EngineCore and workers)
+become children of the supervisor. It ends these too; nothing outlives a run.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from accerl_mp.launcher.roles import Role
+from accerl_mp.topology import RunPaths
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Child:
+    """One process of a role, over all its restarts."""
+
+    def __init__(self, role: Role, index: int) -> None:
+        self.role, self.index = role, index
+        self.name = f"{role.name}/{index}"
+        self.pid = 0
+        """0: not running."""
+        self.started = 0.0
+        self.was_running = False
+        """Has reached state `running` in this life."""
+        self.num_deaths_at_once = 0
+        """In a row."""
+        self.start_at: float | None = None
+        """When to start it (again); None: it runs, or shall not."""
+        self._popen: subprocess.Popen | None = None
+
+    def start(self, paths: RunPaths, *, terminal_fd: int, parent_variable: str) -> None:
+        """In a session of its own, so that all its descendants can be ended as a group."""
+        command = [*self.role.command, "--run-dir", str(paths.run_dir), "--index", str(self.index)]
+        environment = self.role.environment(self.index) | {parent_variable: str(os.getpid())}
+        with paths.log(self.role.name, self.index).open("a") as log_file:
+            self._popen = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                start_new_session=True,
+                pass_fds=[terminal_fd],
+            )
+        self.pid, self.started, self.was_running, self.start_at = self._popen.pid, time.monotonic(), False, None
+
+    def ended(self, exit_code: int) -> None:
+        """It has been reaped. What is left of its process group is killed."""
+        kill_group(self.pid)
+        if self._popen is not None:
+            self._popen.returncode = exit_code  # we reaped it: Popen must not look for it again
+        self.pid = 0
+
+    def ask(self) -> None:
+        send(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        kill_group(self.pid)
+
+
+def become_subreaper(parent_pid: int) -> None:
+    """Adopt orphaned descendants; get SIGTERM when the parent's thread ends."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        send(os.getpid(), signal.SIGTERM)
+
+
+def reap() -> dict[int, int]:
+    """Collect every process that has ended, ours and adopted: `{pid: exit code}`, negative for a signal."""
+    ended: dict[int, int] = {}
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended[pid] = os.waitstatus_to_exitcode(status)
+
+
+def kill_orphans(known: set[int], *, trackers_too: bool) -> int:
+    """Kill children of this process that it did not start: orphans of processes that died. Returns how many are left.
+
+    Does not wait; call it until it returns 0. Trackers end by themselves, so they get a moment first.
+    """
+    orphans = [pid for pid in _children_of(os.getpid()) if pid not in known]
+    for pid in orphans:
+        if trackers_too or not _is_tracker(pid):
+            kill_group(pid)
+            send(pid, signal.SIGKILL)
+    return len(orphans)
+
+
+def send(pid: int, number: int) -> None:
+    """A signal to a process that may be gone; pid 0 (nobody) is skipped."""
+    if pid > 0:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL to the process group that `pid` leads or led, never to our own."""
+    if pid > 1 and pid != os.getpgrp():
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return
+
+
+def _children_of(parent: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            state, ppid = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(ppid) == parent and state != b"Z":
+            found.append(int(folder.name))
+    return found
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,82 @@
+"""The environment of each role: threads, GPUs, vLLM's switches. The one table of such settings. Standard library only."""
+
+import os
+from collections.abc import Mapping
+
+from accerl_mp.config import Config
+from accerl_mp.topology import GpuPlan, RunPaths, plan_gpus, visible_gpus
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+"""What torchrun sets for its ranks, whole names or prefixes: other processes must not take themselves for one."""
+
+_EVERYBODY = {
+    "HF_HUB_OFFLINE": "1",  # models are folders; nothing is ever looked up
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+    "SPT_NOENV": "1",  # setproctitle would overwrite /proc/PID/environ
+    "GLOO_SOCKET_IFNAME": "lo",  # one machine; a container's host name need not resolve
+    "NCCL_CUMEM_ENABLE": "0",  # must be the same on both sides of the weight group, and vLLM chooses 0
+}
+
+_VLLM = {
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # a forked worker would not set its own parent-death signal
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+
+_VLLM_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding takes whole cores, which the trainer needs too
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+
+def gpu_plan(config: Config) -> GpuPlan:
+    """Which process gets which GPUs, from a resolved Config and what is visible here."""
+    run, inference = config.run, config.inference
+    gpus = [] if run.placement == "cpu" else visible_gpus()
+    return plan_gpus(
+        gpus,
+        placement=run.placement,
+        world_size=run.fsdp_world_size or 1,
+        infer_size=inference.infer_size or 1,
+        infer_tp_size=inference.infer_tp_size,
+    )
+
+
+def role_environment(role: str, index: int, *, config: Config, plan: GpuPlan, base: Mapping[str, str]) -> dict[str, str]:
+    """All variables of a process under the supervisor, from the supervisor's own (`base`)."""
+    environment = {name: value for name, value in base.items() if not name.startswith(_TORCHRUN)}
+    environment |= _EVERYBODY | thread_caps(num_threads(role, config))
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(plan.inference[index]) if role == "inference" else ""
+    if role == "inference":
+        environment |= _VLLM | (_VLLM_CPU if config.run.placement == "cpu" else {})
+    return environment
+
+
+def vllm_sockets(paths: RunPaths) -> dict[str, str]:
+    """vLLM's own ipc sockets live in the run's socket folder, so that they go with it whatever happens."""
+    return {"VLLM_RPC_BASE_PATH": str(paths.sockets)}
+
+
+def rank_environment(config: Config, plan: GpuPlan) -> dict[str, str]:
+    """What a trainer rank sets for itself before it imports torch; torchrun has started it."""
+    threads = thread_caps(num_threads("trainer", config))
+    return _EVERYBODY | threads | {"CUDA_VISIBLE_DEVICES": ",".join(plan.trainer)}
+
+
+def num_threads(role: str, config: Config) -> int:
+    """Threads of one process's pools: OpenMP, MKL, OpenBLAS, tokenizers."""
+    cores = len(os.sched_getaffinity(0))
+    is_cpu = config.run.placement == "cpu"
+    if role == "trainer":
+        return 1 if is_cpu else max(1, min(8, cores // (2 * config.run.fsdp_world_size)))
+    if role == "inference":
+        # On CPU the ranks compute at the same time, a thread each.
+        return max(1, (cores - config.run.fsdp_world_size) // config.inference.infer_size) if is_cpu else max(1, min(8, cores // 4))
+    return 1
+
+
+def thread_caps(number: int) -> dict[str, str]:
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
+    return dict.fromkeys(names, str(number))

@@ -1,0 +1,136 @@
+"""Before anything starts: check the flags, make the run folder, tell launch.sh what to start.
+
+python -m accerl_mp.launcher.prepare --answer FILE -- FLAGS...      FILE gets RUN_DIR, NPROC and RDZV_ENDPOINT for the shell
+"""
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+from accerl_mp import checks, cli, log
+from accerl_mp.config import Config, ConfigError, resolve
+from accerl_mp.launcher.sweep import lock, sweep
+from accerl_mp.topology import RunPaths, visible_gpus
+
+_PRESETS = Path(__file__).parent.parent / "presets"
+_PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir")
+_DEMO_GAMES = Path("runs/demo_games")
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 2 for flags that cannot work."""
+    if argv[:1] == ["--help"]:
+        cli.build_parser().print_help()
+        return 0
+    answer, words = _split(argv)
+    if _is_demo(words):
+        _make_demo_games()
+    try:
+        config = _prepare(words)
+    except ConfigError as error:
+        print(f"launch.sh: this cannot run:\n{error}", file=sys.stderr)
+        return 2
+    answer.write_text(_shell_words(config))
+    return 0
+
+
+def _split(argv: list[str]) -> tuple[Path, list[str]]:
+    if argv[:1] != ["--answer"] or argv[2:3] != ["--"]:
+        raise SystemExit(__doc__)
+    return Path(argv[1]), argv[3:]
+
+
+def _is_demo(words: list[str]) -> bool:
+    return any(word.startswith("@") and Path(word[1:]).resolve() == _PRESETS / "demo.args" for word in words)
+
+
+def _make_demo_games() -> None:
+    """The demo's own games; at once when they are there. In a process of its own: TextWorld stays out of this one."""
+    import subprocess
+
+    command = [sys.executable, "-m", "accerl_mp.tools.make_games", "--out", str(_DEMO_GAMES)]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+def _prepare(words: list[str]) -> Config:
+    """All problems at once (ConfigError), then the run folder."""
+    typed = cli.parse(words, environ=os.environ)
+    gpus = visible_gpus()
+    config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"))
+    paths = RunPaths(Path(config.metrics.log_dir or ""))
+    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config)
+    with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:
+        problems += _export_tokenizer(config, Path(folder))
+        if problems:
+            raise ConfigError(problems)
+        for warning in checks.warnings(config, typed):
+            print(f"launch.sh: warning: {warning}", file=sys.stderr)
+        _make_run_folder(paths, config, words)
+        shutil.copytree(folder, paths.tokenizer)
+    return config
+
+
+def _absolute(config: Config) -> Config:
+    """Any process can then be started by hand, from any directory."""
+    values = config.to_flat()
+    return config.replace(**{name: str(Path(values[name]).resolve()) for name in _PATH_FIELDS if values[name]})
+
+
+def _log_level(config: Config) -> list[str]:
+    try:
+        log.level_of("", config.metrics.log_level)
+    except ValueError as error:
+        return [f"--log-level {config.metrics.log_level}: {error}; [role=]LEVEL with debug, info, warning or error"]
+    return []
+
+
+def _shm_free_bytes() -> int:
+    return shutil.disk_usage("/dev/shm").free
+
+
+def _export_tokenizer(config: Config, folder: Path) -> list[str]:
+    """Its problems; none where `checks` has already refused the model folder."""
+    if not (Path(config.model.model_path) / "config.json").is_file():
+        return []
+    from accerl_mp.launcher.tokenizer import export_tokenizer
+
+    return export_tokenizer(config.model, folder)
+
+
+def _make_run_folder(paths: RunPaths, config: Config, words: list[str]) -> None:
+    paths.run_dir.mkdir(parents=True, exist_ok=True)
+    held = lock(paths)
+    if held is None:
+        raise ConfigError([f"--log-dir {paths.run_dir}: a run is using this folder; name another one"])
+    with held:
+        sweep(paths)
+        paths.stop.unlink(missing_ok=True)
+        (paths.run_dir / "logs").mkdir(exist_ok=True)
+        (paths.run_dir / "command.txt").write_text(shlex.join(["bash", "launch.sh", *words]) + "\n")
+        (paths.run_dir / "versions.json").write_text(json.dumps(_stack(), indent=2) + "\n")
+        config.save(paths.args)
+
+
+def _stack() -> dict[str, str]:
+    from accerl_mp.launcher.versions import stack
+
+    return stack()
+
+
+def _shell_words(config: Config) -> str:
+    run = config.run
+    words = {
+        "RUN_DIR": str(config.metrics.log_dir),
+        "NPROC": str(run.fsdp_world_size),
+        "RDZV_ENDPOINT": f"{run.fsdp_master_addr or '127.0.0.1'}:{run.fsdp_master_port or 0}",
+    }
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in words.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""After the ranks have left: wait until nothing of the run lives, then say how it ended.
+
+python -m accerl_mp.launcher.summary --run-dir DIR --exit-code N
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from accerl_mp.launcher.sweep import lock, sweep
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.health import FAILURE_FILE
+
+_SUPERVISOR_LEAVES_S = 45.0
+_LAST_LINES = 15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("accerl_mp.launcher.summary")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--exit-code", type=int, required=True)
+    args = parser.parse_args()
+    paths = RunPaths(args.run_dir)
+    _wait_until_over(paths)
+    status = _status(paths)
+    if args.exit_code == 0 or paths.stop.exists():
+        print("\n".join(success_lines(paths, status)))
+    else:
+        print("\n".join(failure_lines(paths)), file=sys.stderr)
+
+
+def _wait_until_over(paths: RunPaths) -> None:
+    """Also where torchrun was killed and nobody else waited.
+
+    waits for      the supervisor to let the run folder's lock go, at most 45 s; then removes what may be left
+    """
+    deadline = time.monotonic() + _SUPERVISOR_LEAVES_S
+    while (held := lock(paths)) is None:
+        if time.monotonic() > deadline:
+            print(f"launch.sh: the supervisor of {paths.run_dir} still runs", file=sys.stderr)
+            return
+        time.sleep(0.1)
+    with held:
+        sweep(paths)
+
+
+def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
+    """What a finished or stopped run has reached, from status.json."""
+    wall_s = time.time() - (paths.run_dir / "command.txt").stat().st_mtime
+    how = "stopped on request" if paths.stop.exists() else "finished"
+    lines = [
+        "",
+        f"The run has {how}: {status.get('step', 0)} optimizer steps, {max(0, status.get('version', 0))} weight pushes after the first,"
+        f" {status.get('episodes', 0):,} episodes",
+    ]
+    lines += _evaluation(status)
+    return [
+        *lines,
+        f"  wall time           {_minutes(wall_s)}, of which rounds {_minutes(status.get('training_s', 0.0))}",
+        f"  run folder          {paths.run_dir}",
+        f"  TensorBoard         {tensorboard_command(paths.run_dir)}",
+    ]
+
+
+def _evaluation(status: dict[str, Any]) -> list[str]:
+    first, last = status.get("eval_first", {}), status.get("eval_last", {})
+    if "win_rate" not in first or "win_rate" not in last:
+        return []
+    before = f"{first['win_rate']:.2f} before (step {first['step']})"
+    return [f"  held-out win rate   {before}, {last['win_rate']:.2f} after (step {last['step']})"]
+
+
+def failure_lines(paths: RunPaths) -> list[str]:
+    """The first failure; without one, the end of torchrun's log."""
+    file = paths.run_dir / FAILURE_FILE
+    if file.exists():
+        lost = PeerLost.load(file)
+        return ["", f"The run has failed: {lost}", f"  run folder          {paths.run_dir}"]
+    log = paths.run_dir / "logs" / "torchrun.log"
+    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
+    return ["", f"The run has failed; logs are in {log.parent}", *(f"    {line}" for line in lines)]
+
+
+def tensorboard_command(run_dir: Path) -> str:
+    return f"{shlex.quote(str(Path(sys.prefix) / 'bin' / 'tensorboard'))} --logdir {shlex.quote(str(run_dir))}"
+
+
+def _status(paths: RunPaths) -> dict[str, Any]:
+    file = paths.run_dir / "status.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+if __name__ == "__main__":
+    main()

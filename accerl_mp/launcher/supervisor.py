@@ -1,0 +1,354 @@
+"""The supervisor: starts inference, ingest, stats and rollout, starts them again when they die, and ends everything.
+
+Forked by trainer rank 0 before it imports anything heavy. Standard library only, one thread: the kernel's parent-death
+signal is tied to the thread that started a child.
+"""
+
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from accerl_mp import log
+from accerl_mp.config import Config
+from accerl_mp.launcher import children
+from accerl_mp.launcher.children import Child
+from accerl_mp.launcher.environment import gpu_plan
+from accerl_mp.launcher.roles import Role, build_roles, table_names
+from accerl_mp.launcher.sweep import lock, sweep
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport.board import Board
+from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.health import FAILURE_FILE, PARENT_PID, STATES, Health, HealthRow, HealthTable, is_alive
+
+LAUNCH_PID = "ACCERL_LAUNCH_PID"
+"""Environment variable: pid of launch.sh; when it is gone, the run ends."""
+
+_TURN_S = 0.2
+_AT_ONCE_S = 5.0
+"""A process that dies this early, or before it reached `running`, died at once."""
+_MAX_DEATHS_AT_ONCE = 3
+_MAX_BACK_OFF_S = 10.0
+_ORPHAN_SCAN_S = 5.0
+_RANKS_LEAVE_S = 25.0
+_FAST_STOP_S = 3.0
+_LAST_LINES = 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class End:
+    """Why the run ends."""
+
+    reason: str
+    """finished: training is over. stopped: asked to. orphaned: rank 0 is gone. failed: `lost` says what."""
+    lost: PeerLost | None = None
+
+
+def fork_supervisor(run_dir: Path, roles: list[Role] | None = None) -> int:
+    """Returns the supervisor's pid in the caller; in the child it exits with the run's end. `roles`: instead of a run's own."""
+    parent_pid = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()  # torchrun signals rank 0's whole process group when another rank dies
+    paths = RunPaths(run_dir)
+    config = Config.load(paths.args)
+    if roles is None:
+        roles = build_roles(config, paths, gpu_plan(config))
+    # After the fork, in the child alone: the one import beyond the standard library.
+    from setproctitle import setproctitle
+
+    setproctitle("accerl supervisor")
+    sys.exit(Supervisor(paths, config, roles, parent_pid=parent_pid).run())
+
+
+class Supervisor:
+    """Owns every process of the run but the ranks, the health table, the board, and all that must be unlinked.
+
+    waits for      the trainer's `finished`, DIR/stop, SIGTERM, or a failure that restarts cannot mend
+    at the end     ends the roles in order, kills what they left behind, unlinks everything
+    a dead parent  (rank 0) ends the run likewise; launch.sh's death counts as DIR/stop
+    """
+
+    def __init__(self, paths: RunPaths, config: Config, roles: list[Role], *, parent_pid: int) -> None:
+        self._paths, self._config, self._parent_pid = paths, config, parent_pid
+        self._roles = roles
+        self._children = [Child(role, index) for role in roles for index in range(role.count)]
+        self._restarts = dict.fromkeys((role.name for role in roles), 0)
+        self._stop_asked = ""
+        self._orphans_until = 0.0
+        launcher = os.environ.get(LAUNCH_PID)
+        self._launcher_pid = int(launcher) if launcher else None
+
+    def run(self) -> int:
+        """Returns the exit code: 0 if the run finished or was stopped, 1 if it failed."""
+        children.become_subreaper(self._parent_pid)
+        self._wakeup = _wake_on_signals(self._on_signal)
+        self._redirect()
+        log.setup(self._paths, "supervisor", 0, self._config.metrics.log_level)
+        self._lock = lock(self._paths)
+        if self._lock is None:
+            _log.error("another run has %s", self._paths.run_dir)
+            return 1
+        self._open()
+        end = End("failed", PeerLost("supervisor/0", None, str(self._paths.log("supervisor", 0)), "see its log"))
+        try:
+            end = self._watch()
+        finally:
+            self._end(end)
+        return 1 if end.reason in ("failed", "orphaned") else 0
+
+    def _redirect(self) -> None:
+        """Away from torchrun's output: a bare traceback of the supervisor belongs in its log."""
+        log.keep_terminal()
+        path = self._paths.log("supervisor", 0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file, open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+    def _open(self) -> None:
+        if left := sweep(self._paths):
+            _log.info("removed what an earlier run of this folder left: %s", ", ".join(map(str, left)))
+        self._paths.sockets.mkdir(mode=0o700)
+        (self._paths.run_dir / FAILURE_FILE).unlink(missing_ok=True)
+        self._board = Board.create(self._paths.board)
+        self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
+        self._health = Health("supervisor/0", table=self._table, board=self._board)
+        self._health.enter()
+        _log.info("starts %s", ", ".join(f"{role.count} {role.name}" for role in reversed(self._roles)))
+        for child in reversed(self._children):
+            self._start(child)
+        self._health.set_state("running")
+
+    def _watch(self) -> End:
+        """One turn every 0.2 s, or at once on a signal, until the run is to end."""
+        while True:
+            for pid, exit_code in children.reap().items():
+                self._orphans_until = time.monotonic() + _ORPHAN_SCAN_S
+                if (child := self._child_of(pid)) and (end := self._on_death(child, exit_code)):
+                    return end
+            if end := self._look_around():
+                return end
+            self._look_at_children()
+            self._sleep()
+
+    def _look_around(self) -> End | None:
+        """Whether somebody outside the roles ends the run."""
+        ranks = [row for row in self._table.snapshot() if row.name.startswith("trainer/")]
+        if lost := _first_failure(ranks, self._paths):
+            return End("failed", lost)
+        if os.getppid() != self._parent_pid:
+            return End("orphaned")
+        if self._board.get("finished") or all(row.state == "ended" for row in ranks):
+            return End("finished")
+        if self._paths.stop.exists():
+            return End("stopped")
+        if self._launcher_pid is not None and not is_alive(self._launcher_pid):
+            return End("stopped")
+        return End("stopped") if self._stop_asked else None
+
+    def _look_at_children(self) -> None:
+        """Starts that are due, state `starting` that lasts too long, orphans, a debugger that died."""
+        now = time.monotonic()
+        for child in self._children:
+            if child.start_at is not None and now >= child.start_at:
+                self._start(child)
+            elif child.pid:
+                self._look_at_start(child, now)
+        if now < self._orphans_until:
+            children.kill_orphans(self._pids(), trackers_too=False)
+        if self._table.holder and not is_alive(self._table.holder):
+            self._table.let_go()
+        self._health.beat()
+        self._health.tick()
+
+    def _look_at_start(self, child: Child, now: float) -> None:
+        row = self._row(child)
+        if row.pid != child.pid or child.was_running:
+            return
+        child.was_running = row.state == "running"
+        if row.state == "starting" and now - child.started > child.role.start_timeout_s and not self._table.holder:
+            flag = f" ({child.role.start_flag})" if child.role.start_flag else ""
+            _log.error("%s is not ready after %.0f s%s: ends it", child.name, child.role.start_timeout_s, flag)
+            self._table.dump_stacks([child.name])
+            time.sleep(_TURN_S)  # its stacks are written by then
+            child.kill()
+
+    def _start(self, child: Child) -> None:
+        child.start(self._paths, terminal_fd=log.terminal_fd(), parent_variable=PARENT_PID)
+        _log.debug("started %s, pid %d", child.name, child.pid)
+
+    def _on_death(self, child: Child, exit_code: int) -> End | None:
+        """Plan its restart, or give up: died at once three times in a row, or the role's restarts are used up."""
+        row = self._row(child)
+        reached_running = child.was_running or (row.pid == child.pid and row.state == "running")
+        at_once = not reached_running or time.monotonic() - child.started < _AT_ONCE_S
+        self._bury(child, exit_code)
+        child.num_deaths_at_once = child.num_deaths_at_once + 1 if at_once else 0
+        index = self._table.row_of(child.name)
+        lost = PeerLost(child.name, exit_code, str(self._log_file(child)), row.error or _describe(exit_code))
+        used, most = self._restarts[child.role.name], self._config.metrics.max_restarts
+        if child.num_deaths_at_once >= _MAX_DEATHS_AT_ONCE:
+            lost.detail = f"it died at once {child.num_deaths_at_once} times in a row: {lost.detail}"
+            return End("failed", lost)
+        if used >= most:
+            lost.detail = f"--max-restarts {most} is used up: {lost.detail}"
+            return End("failed", lost)
+        self._restarts[child.role.name] += 1
+        self._table.set_word(index, "num_restarts", self._table.word(index, "num_restarts") + 1)
+        back_off_s = min(_MAX_BACK_OFF_S, 0.5 * 2**child.num_deaths_at_once)
+        child.start_at = time.monotonic() + back_off_s
+        _log.warning("%s, starts again in %.1f s (restart %d of %d)", lost, back_off_s, used + 1, most)
+        return None
+
+    def _bury(self, child: Child, exit_code: int) -> None:
+        """It has been reaped: its row is ours until its successor enters it, and no signal may go to its pid any more."""
+        child.ended(exit_code)
+        row = self._table.row_of(child.name)
+        self._table.set_word(row, "exit_code", exit_code)
+        self._table.set_word(row, "pid", 0)
+        if self._table.read(row).state not in ("ended", "failed"):
+            self._table.set_word(row, "state", STATES.index("failed" if exit_code else "ended"))
+            self._table.set_word(row, "changed", time.monotonic())
+
+    def _end(self, end: End) -> None:
+        """Tell everybody, end the roles in order, kill what they left, wait for the ranks, unlink."""
+        start = time.monotonic()
+        self._health.set_state("stopping")
+        for child in self._children:
+            child.start_at = None
+        if end.lost is not None:
+            self._report(end.lost)
+        elif end.reason in ("stopped", "orphaned"):
+            _log.info("ends the run: %s", "rank 0 is gone" if end.reason == "orphaned" else "it was asked to stop")
+            self._board.set("stop", 1)
+        fast = end.reason in ("failed", "orphaned")
+        for role in self._roles:
+            self._stop(role, timeout_s=min(role.stop_timeout_s, _FAST_STOP_S) if fast else role.stop_timeout_s)
+        self._kill_orphans()
+        if end.reason in ("finished", "stopped"):
+            self._wait_for_ranks()
+        sweep(self._paths)
+        _log.info("%s; all processes ended within %.1f s", end.reason, time.monotonic() - start)
+        self._health.set_state("failed" if fast else "ended")
+
+    def _report(self, lost: PeerLost) -> None:
+        """The first failure, with its last log lines; what breaks because of it comes later and is not shown."""
+        lost.save(self._paths.run_dir / FAILURE_FILE)
+        self._board.set("failed", 1)
+        _log.error("the run ends: %s", lost)
+        for line in _last_lines(Path(lost.log_file)):
+            log.terminal_line(f"    {line}")
+
+    def _stop(self, role: Role, *, timeout_s: float) -> None:
+        """Ask all processes of a role, wait, kill the rest.
+
+        waits for      their ends, at most `timeout_s`, then kills and waits 5 s more
+        """
+        alive = [child for child in self._children if child.role is role and child.pid]
+        for child in alive:
+            child.ask()
+        if not self._wait_ended(alive, timeout_s):
+            for child in alive:
+                if child.pid:
+                    _log.warning("%s did not stop within %.0f s: killed", child.name, timeout_s)
+                    child.kill()
+            self._wait_ended(alive, 5.0)
+
+    def _wait_ended(self, alive: list[Child], timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for pid, exit_code in children.reap().items():
+                if child := self._child_of(pid):
+                    self._bury(child, exit_code)
+            if not any(child.pid for child in alive):
+                return True
+            if time.monotonic() > deadline:
+                return False
+            self._health.beat()
+            self._sleep()
+
+    def _kill_orphans(self) -> None:
+        start = time.monotonic()
+        while children.kill_orphans(self._pids(), trackers_too=time.monotonic() - start > 3.0):
+            children.reap()
+            if time.monotonic() - start > 6.0:
+                _log.error("orphans are left that SIGKILL does not end")
+                return
+            time.sleep(0.05)
+        children.reap()
+
+    def _wait_for_ranks(self) -> None:
+        """Ranks have left, or their parent has: the table must stay until then, since they wait with it."""
+        deadline = time.monotonic() + _RANKS_LEAVE_S
+        while os.getppid() == self._parent_pid and time.monotonic() < deadline:
+            ranks = [row for row in self._table.snapshot() if row.name.startswith("trainer/")]
+            if all(row.state in ("none", "ended", "failed") or not is_alive(row.pid) for row in ranks):
+                return
+            self._health.beat()
+            self._sleep()
+        _log.warning("trainer ranks did not leave within %.0f s", _RANKS_LEAVE_S)
+
+    def _sleep(self) -> None:
+        """Until a signal comes (a child died, SIGTERM), at most one turn."""
+        if select.select([self._wakeup], [], [], _TURN_S)[0]:
+            os.read(self._wakeup, 4096)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if number in (signal.SIGTERM, signal.SIGINT):
+            self._stop_asked = signal.Signals(number).name
+
+    def _row(self, child: Child) -> HealthRow:
+        return self._table.read(self._table.row_of(child.name))
+
+    def _child_of(self, pid: int) -> Child | None:
+        return next((child for child in self._children if child.pid == pid), None)
+
+    def _pids(self) -> set[int]:
+        return {child.pid for child in self._children if child.pid}
+
+    def _log_file(self, child: Child) -> Path:
+        return self._paths.log(child.role.name, child.index)
+
+
+def _wake_on_signals(handler: object) -> int:
+    """A file descriptor that becomes readable at SIGCHLD, SIGTERM and SIGINT: no signal is missed between two looks."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)  # type: ignore[arg-type]
+    return reader
+
+
+def _first_failure(ranks: list[HealthRow], paths: RunPaths) -> PeerLost | None:
+    """The rank that failed first, or that was killed: the others only follow."""
+    failed = sorted((row for row in ranks if row.state == "failed"), key=lambda row: row.changed)
+    killed = [row for row in ranks if row.pid and row.state not in ("ended", "failed") and not is_alive(row.pid)]
+    for row in failed + killed:
+        role, _, index = row.name.partition("/")
+        return PeerLost(row.name, None, str(paths.log(role, int(index))), row.error or "it died without a word (killed?)")
+    return None
+
+
+def _describe(exit_code: int) -> str:
+    if exit_code >= 0:
+        return "it ended by itself before the run was over" if exit_code == 0 else "it ended with an error"
+    return f"it was killed by {signal.Signals(-exit_code).name}"
+
+
+def _last_lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16384))
+        return file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]

@@ -1,0 +1,156 @@
+"""Attention over packed rows: several samples one after the other, each attending to itself only.
+
+Two functions behind Transformers' attention interface, chosen by name in the model's config:
+
+    accerl_segments   PyTorch SDPA, one causal call a sample; any device and dtype
+    accerl_varlen     PyTorch's varlen kernel (FlashAttention), one call a pack; GPU, bfloat16 or float16
+
+Neither has a mask function, so Transformers builds no mask: a [T, T] mask of a pack costs 3.3 times the time. Without segments
+both are plain causal attention over the rows of a batch: padding on the right needs no mask, since no token looks right.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, PretrainedConfig
+
+SEGMENTS = "accerl_segments"
+VARLEN = "accerl_varlen"
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Arguments by which a model asks for attention that neither function computes (Gemma 2's soft cap, GPT-OSS's sinks, T5's bias)."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the samples of a pack lie. Travels to the attention function as keyword arguments of the model's forward."""
+
+    lengths: list[int]
+    """Tokens of each sample, in order."""
+    cu_seqlens: Tensor
+    """[samples + 1] int32 on the model's device: 0 and the running sum of `lengths`."""
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device | str) -> "Segments":
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(lengths, ends.to(device, non_blocking=True))
+
+    def forward_arguments(self) -> dict[str, Any]:
+        """Under the names that Transformers' own flash attention reads too."""
+        longest = max(self.lengths)
+        return {
+            "cu_seq_lens_q": self.cu_seqlens,
+            "cu_seq_lens_k": self.cu_seqlens,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "segment_lengths": self.lengths,
+        }
+
+
+def segment_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    segment_lengths: list[int] | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """`query` [B, H, S, D], `key` and `value` with H or fewer heads; returns [B, S, H, D]. Segments only with B = 1."""
+    _refuse_unsupported(module, others)
+    lengths = segment_lengths or [query.shape[2]]
+    has_groups = query.shape[1] != key.shape[1]
+    parts = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
+    outputs = [_causal(*part, scaling=scaling, sliding_window=sliding_window, has_groups=has_groups) for part in parts]
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return joined.transpose(1, 2), None
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """As `segment_attention`, in one kernel call over the whole pack."""
+    if cu_seq_lens_q is None:
+        return segment_attention(module, query, key, value, None, scaling=scaling, sliding_window=sliding_window)
+    from torch.nn.attention.varlen import varlen_attn  # looks for its kernels when it is imported
+
+    _refuse_unsupported(module, others)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:  # torch 2.11's has no enable_gqa
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    output = varlen_attn(
+        query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=window
+    )
+    return output[None], None
+
+
+def register() -> None:
+    """Make both names known to Transformers (once a process; again does no harm)."""
+    AttentionInterface.register(SEGMENTS, segment_attention)
+    AttentionInterface.register(VARLEN, varlen_attention)
+
+
+def choose(wanted: str, *, device: torch.device, dtype: torch.dtype, config: PretrainedConfig) -> str:
+    """The name that goes into the model's config for `--attn-implementation`.
+
+    Raises ValueError where a forced one cannot run; `auto` falls back to SDPA per segment.
+    """
+    register()
+    obstacle = _varlen_obstacle(device, dtype, config)
+    if wanted == "auto":
+        return SEGMENTS if obstacle else VARLEN
+    if wanted == "sdpa":
+        return SEGMENTS
+    if obstacle:
+        raise ValueError(f"--attn-implementation {wanted} cannot run here: {obstacle}; auto takes sdpa then")
+    return VARLEN if wanted == "varlen" else wanted
+
+
+def head_size(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _varlen_obstacle(device: torch.device, dtype: torch.dtype, config: PretrainedConfig) -> str | None:
+    if device.type != "cuda":
+        return "its kernels need a GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"its kernels need bfloat16, the compute dtype is {dtype}"
+    if head_size(config) > 256 or head_size(config) % 8:
+        return f"its kernels take head sizes that are multiples of 8 up to 256, the model's is {head_size(config)}"
+    return None
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None, has_groups: bool
+) -> Tensor:
+    """One sample (or a batch of rows) attending to itself and to the left."""
+    length = query.shape[2]
+    if sliding_window is None or length <= sliding_window:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=has_groups)
+    positions = torch.arange(length, device=query.device)
+    distance = positions[:, None] - positions[None, :]
+    mask = (distance >= 0) & (distance < sliding_window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=has_groups)
+
+
+def _refuse_unsupported(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    for name in UNSUPPORTED:
+        if arguments.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} needs attention with {name}, which no trainer attention here computes")

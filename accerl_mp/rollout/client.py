@@ -1,0 +1,181 @@
+"""Asks inference for replies. An episode stays with one replica, whose prefix cache holds what it has played so far."""
+
+import asyncio
+import itertools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accerl_mp.rollout.episode import Reply
+from accerl_mp.rollout.loop_timer import LoopTimer
+from accerl_mp.rollout.tasks import first_to_end
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.errors import DeadlineExpired
+from accerl_mp.transport.health import Health
+
+MAX_DEADLINES = 3
+"""Deadlines that a turn may miss before this process gives up, while the engine runs."""
+MAX_ABORTS = 20
+"""Aborted replies in a row after which a turn is given back as aborted."""
+MAX_ERRORS = 3
+"""Error replies in a row that a turn may get: a dying engine gives one, and so does a request that it will never take."""
+_POLL_S = 0.2
+_ERROR_PAUSE_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class InferenceError(RuntimeError):
+    """Inference refused a request, or answered something that is no reply."""
+
+
+@dataclass(slots=True)
+class _Request:
+    replica: int
+    answer: asyncio.Future[Reply | None]
+    """None: ask again, the engine was started anew."""
+
+
+@dataclass(slots=True)
+class _Tries:
+    num_deadlines: int = 0
+    num_aborts: int = 0
+    num_errors: int = 0
+
+
+class InferenceClient:
+    """One DEALER a replica.
+
+    waits for      a reply, at most `--request-timeout-s`; then the turn is submitted again, under a new id
+    unblocked by   the reply
+    when full      it cannot be: a process has at most `--rollout-batch-size` requests open
+    at the end     the waits raise Closed; `close()`
+    a dead engine  its successor says hello, or shows up in the health table under another pid: its turns are submitted again
+    """
+
+    def __init__(self, paths: RunPaths, health: Health, timer: LoopTimer, *, num_replicas: int, timeout_s: float) -> None:
+        self._health, self._timer, self._timeout_s = health, timer, timeout_s
+        self._context = sockets.new_async_context()
+        self._sockets = [
+            sockets.connect_dealer(self._context, paths, channels.REQUESTS, identity=health.name, index=index)
+            for index in range(num_replicas)
+        ]
+        self._pids = [self._pid(index) for index in range(num_replicas)]
+        self._requests: dict[int, _Request] = {}
+        self._ids = itertools.count()
+        self.num_resubmitted = 0
+        """Turns submitted again so far."""
+
+    async def run(self) -> None:
+        """Receives replies until cancelled. Whoever calls `generate` keeps this running."""
+        await first_to_end(self._watch_engines(), *(self._receive(index) for index in range(len(self._sockets))))
+
+    async def generate(self, *, episode_id: int, prompt: list[int], max_tokens: int, temperature: float, salt_version: int) -> Reply:
+        """A turn's reply, submitted as often as it takes. An aborted one comes back only if the engine aborts again and again."""
+        replica = episode_id % len(self._sockets)
+        message = {
+            "episode_id": episode_id,
+            "prompt": np.asarray(prompt, np.int32).tobytes(),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "salt_version": salt_version,
+        }
+        tries = _Tries()
+        while True:
+            try:
+                reply = await self._ask(replica, message)
+            except DeadlineExpired:
+                tries.num_deadlines += self._is_running(replica)
+                if tries.num_deadlines >= MAX_DEADLINES:
+                    raise
+            except InferenceError as error:
+                tries.num_errors += 1
+                if tries.num_errors >= MAX_ERRORS:
+                    raise
+                _log.warning("inference/%d refused a turn of episode %d: %s", replica, episode_id, error)
+                await asyncio.sleep(_ERROR_PAUSE_S)
+            else:
+                if reply is not None:
+                    tries.num_aborts += reply.is_aborted
+                    if not reply.is_aborted or tries.num_aborts >= MAX_ABORTS:
+                        return reply
+                    await asyncio.sleep(0.01 * tries.num_aborts)
+            self.num_resubmitted += 1
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()
+
+    async def _ask(self, replica: int, message: dict[str, Any]) -> Reply | None:
+        """Submit once, under an id of its own: a late answer to an earlier try is dropped."""
+        request_id, request = next(self._ids), _Request(replica, asyncio.get_running_loop().create_future())
+        self._requests[request_id] = request
+        what = f"inference/{replica} to reply to episode {message['episode_id']}"
+        try:
+            await self._sockets[replica].send(channels.pack("request", {"id": request_id, **message}))
+            with (
+                self._timer.waiting("reply"),
+                self._health.waiting(what, self._timeout_s, flag="--request-timeout-s", peer=f"inference/{replica}") as wait,
+            ):
+                while not request.answer.done():
+                    wait.check()
+                    await asyncio.wait([request.answer], timeout=_POLL_S)
+            return request.answer.result()
+        finally:
+            del self._requests[request_id]
+
+    async def _receive(self, replica: int) -> None:
+        while True:
+            data = await self._sockets[replica].recv()
+            if channels.unpack_any(data).get("op") == "hello":
+                self._ask_again(replica)
+                continue
+            message = channels.unpack("reply", data)
+            request = self._requests.get(message["id"])
+            if request is None or request.answer.done():
+                continue  # an answer to an earlier try
+            try:
+                request.answer.set_result(_reply(message))
+            except InferenceError as error:
+                request.answer.set_exception(error)
+
+    async def _watch_engines(self) -> None:
+        while True:
+            await asyncio.sleep(_POLL_S)
+            for replica, pid in enumerate(self._pids):
+                self._pids[replica] = self._pid(replica)
+                if pid not in (0, self._pids[replica]):
+                    self._ask_again(replica)
+
+    def _ask_again(self, replica: int) -> None:
+        requests = [request for request in self._requests.values() if request.replica == replica and not request.answer.done()]
+        _log.info("inference/%d was started anew: %d turns are submitted again", replica, len(requests))
+        for request in requests:
+            request.answer.set_result(None)
+
+    def _pid(self, replica: int) -> int:
+        """Of the replica's process; 0 where the run has no health table (tests, tools)."""
+        table, name = self._health.table, f"inference/{replica}"
+        return int(table.word(table.row_of(name), "pid")) if name in table.names else 0
+
+    def _is_running(self, replica: int) -> bool:
+        """False while it is down or starting: that has limits of its own, which the supervisor watches."""
+        table, name = self._health.table, f"inference/{replica}"
+        return name not in table.names or table.read(table.row_of(name)).state == "running"
+
+
+def _reply(message: dict[str, Any]) -> Reply:
+    if message["error"] is not None:
+        raise InferenceError(message["error"])
+    ids = np.frombuffer(message["ids"], np.int32)
+    logprobs = np.frombuffer(message["logprobs"], np.float32)
+    versions = np.frombuffer(message["versions"], np.int32)
+    if not len(ids) == len(logprobs) == len(versions):
+        raise InferenceError(f"a reply of {len(ids)} tokens came with {len(logprobs)} logprobs and {len(versions)} versions")
+    return Reply(
+        ids=ids, logprobs=logprobs, versions=versions, finish_reason=message["finish_reason"], salt_version=message["salt_version"]
+    )

@@ -1,0 +1,141 @@
+"""Gets groups from ingest and gives them back played: nothing is lost and nothing doubled, whoever is killed (`transport/channels.py`)."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from accerl_mp.rollout.collect import Deal, Group
+from accerl_mp.rollout.tasks import first_to_end
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport import channels, codec, sockets
+from accerl_mp.transport.channels import ASK_AGAIN_S, MAX_UNACKED, RESEND_S
+from accerl_mp.transport.errors import Closed
+from accerl_mp.transport.health import Health
+
+_POLL_S = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A played group that ingest has not acknowledged."""
+
+    frames: list[bytes]
+    sent_at: float = field(default_factory=time.monotonic)
+
+
+class WorkClient:
+    """The two sockets to ingest.
+
+    waits for      `send`: fewer than MAX_UNACKED groups without an ack, without a limit (a full ring is back-pressure)
+    unblocked by   acks, which come after the commit in a ring
+    when full      finished groups are kept, and no new one is asked for
+    at the end     waits raise Closed; groups without an ack are dealt again by the next run
+    a dead ingest  asks and groups are sent again until its successor answers
+    """
+
+    def __init__(self, paths: RunPaths, health: Health, worker: int) -> None:
+        self._health, self._worker = health, worker
+        self._context = sockets.new_async_context()
+        self._work = sockets.connect_dealer(self._context, paths, channels.WORK, identity=health.name)
+        self._samples = sockets.connect_dealer(self._context, paths, channels.SAMPLES, identity=health.name)
+        self._playing: set[int] = set()
+        self._sent: dict[int, _Sent] = {}
+        self._deals: deque[Deal] = deque()
+        self._is_wanting = False
+        self._asked_at = float("-inf")
+
+    async def run(self) -> None:
+        """Receives and repeats until cancelled; Closed when ingest says stop."""
+        await first_to_end(self._receive_deals(), self._receive_acks(), self._repeat())
+
+    @property
+    def num_unacked(self) -> int:
+        return len(self._sent)
+
+    @property
+    def holding(self) -> list[int]:
+        """Groups that ingest must not deal to others."""
+        return sorted(self._playing | set(self._sent))
+
+    def want(self, is_wanting: bool) -> None:
+        """Whether another group could be played now: then ingest is asked, at once and every ASK_AGAIN_S."""
+        if is_wanting and not self._is_wanting:
+            self._asked_at = float("-inf")
+        self._is_wanting = is_wanting
+
+    def take_deal(self) -> Deal | None:
+        """A group that has arrived."""
+        return self._deals.popleft() if self._deals else None
+
+    async def send(self, group: Group) -> None:
+        """Hand in a played group; returns once it is on its way, with fewer than MAX_UNACKED before it."""
+        group_id = group.deal.group_id
+        frames = [channels.pack("played", _played(group)), *(codec.encode_samples(group.samples) if group.samples else [])]
+        with self._health.waiting(f"ingest/0 to take groups, of which {MAX_UNACKED} have no ack", timeout_s=0) as wait:
+            while len(self._sent) >= MAX_UNACKED:
+                wait.check()
+                await asyncio.sleep(_POLL_S / 10)
+        self._sent[group_id] = _Sent(frames)
+        self._playing.discard(group_id)
+        await self._samples.send_multipart(frames)
+
+    async def fail(self, deal: Deal, reason: str) -> None:
+        """A group that cannot be played: ingest gives the game a strike and deals the group again."""
+        _log.warning("group %d of %s failed: %s", deal.group_id, deal.game_path, reason)
+        message = {"op": "failed", "group_id": deal.group_id, "game_id": deal.game_id, "reason": reason}
+        await self._work.send(channels.pack("failed", message))
+        self._playing.discard(deal.group_id)
+
+    def close(self) -> None:
+        self._work.close()
+        self._samples.close()
+        self._context.term()
+
+    async def _receive_deals(self) -> None:
+        while True:
+            data = await self._work.recv()
+            match channels.unpack_any(data).get("op"):
+                case "group":
+                    self._take(channels.unpack("group", data))
+                case "stop":
+                    raise Closed("ingest has no more work")
+
+    def _take(self, message: dict) -> None:
+        deal = Deal.from_message(message)
+        if deal.group_id in self.holding:
+            return  # dealt again because an ask had crossed it
+        self._playing.add(deal.group_id)
+        self._deals.append(deal)
+        self._is_wanting = False  # until the worker says that there is room for one more
+
+    async def _receive_acks(self) -> None:
+        while True:
+            self._sent.pop(channels.unpack("ack", await self._samples.recv())["group_id"], None)
+
+    async def _repeat(self) -> None:
+        """Ask while there is room; send again what has no ack."""
+        while True:
+            now = time.monotonic()
+            if self._is_wanting and now - self._asked_at >= ASK_AGAIN_S:
+                self._asked_at = now
+                await self._work.send(channels.pack_ask(self._worker, self.holding))
+            for sent in list(self._sent.values()):
+                if now - sent.sent_at >= RESEND_S:
+                    sent.sent_at = now
+                    await self._samples.send_multipart(sent.frames)
+            await asyncio.sleep(_POLL_S / 10)
+
+
+def _played(group: Group) -> dict:
+    return {
+        "op": "group",
+        "group_id": group.deal.group_id,
+        "kind": group.deal.kind,
+        "eval_id": group.deal.eval_id,
+        "outcome": group.outcome,
+        "episodes": group.records,
+    }

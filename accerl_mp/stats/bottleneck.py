@@ -1,0 +1,79 @@
+"""One sentence a round: what bounds the run, by measured waiting, and the flag to change."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accerl_mp.config import Config
+
+IS_MUCH = 0.25
+"""Share of the trainer's time from which waiting or pushing is worth a word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """Shares of wall time, 0 to 1, mean over the processes of a role."""
+
+    trainer_wait: float = 0.0
+    """Trainer ranks wait for samples."""
+    trainer_push: float = 0.0
+    """Trainer ranks gather and wait for a weight push."""
+    trainer_other: float = 0.0
+    """Trainer ranks wait for an evaluation or write an export."""
+    rollout_reply: float = 0.0
+    """Rollouts wait for replies of vLLM."""
+    rollout_env: float = 0.0
+    """Rollouts step games (this holds up all their episodes)."""
+    rollout_work: float = 0.0
+    """Rollouts have nothing to play: admission (lag limit, full rings) gives no group."""
+    placement: str = "dedicated"
+    is_synchronous: bool = False
+
+
+def situation(values: Mapping[str, float], config: Config) -> Situation:
+    """From the reduced values of a round."""
+    return Situation(
+        trainer_wait=values.get("Time/trainer/wait", 0.0),
+        trainer_push=values.get("Time/trainer/push", 0.0),
+        trainer_other=values.get("Time/trainer/evaluation", 0.0) + values.get("Time/trainer/export", 0.0),
+        rollout_reply=values.get("Time/rollout/reply", 0.0),
+        rollout_env=values.get("Time/rollout/env", 0.0),
+        rollout_work=values.get("Time/rollout/work", 0.0),
+        placement=config.run.placement,
+        is_synchronous=config.run.synchronous,
+    )
+
+
+def sentence(values: Mapping[str, float], config: Config) -> str:
+    """For a round's values."""
+    if "Time/trainer/wait" not in values:
+        return "the trainer has not said how long it waited"
+    return bottleneck(situation(values, config))
+
+
+def bottleneck(now: Situation) -> str:
+    """The sentence. Pushing first: a trainer that pushes all the time also makes rollouts wait."""
+    if now.trainer_other >= max(IS_MUCH, now.trainer_wait, now.trainer_push):
+        return f"neither: evaluation and exports held the trainer for {_percent(now.trainer_other)}; lower --eval-episodes-per-game"
+    if now.trainer_push >= max(IS_MUCH, now.trainer_wait):
+        return f"sync-bound: pushes took {_percent(now.trainer_push)} of the trainer's time; raise --sync-every-optimizer-steps"
+    if now.trainer_wait < IS_MUCH:
+        return _trainer_bound(now)
+    waited = f"trainer waited {_percent(now.trainer_wait)}"
+    if now.is_synchronous:
+        return f"synchronous: {waited}, by --synchronous; leave it out to generate while training"
+    if now.rollout_env >= 0.5:
+        return f"env-bound: {waited}, rollouts spent {_percent(now.rollout_env)} in env steps; raise --num-rollout-workers"
+    if now.rollout_work >= 0.5 and now.rollout_work > now.rollout_reply:
+        return f"admission-bound: {waited}, rollouts waited {_percent(now.rollout_work)} for work; raise --max-policy-lag"
+    flags = "--rollout-batch-size" if now.placement == "colocated" else "--infer-size"
+    return f"generation-bound: {waited}; raise {flags} or --max-policy-lag"
+
+
+def _trainer_bound(now: Situation) -> str:
+    busy = max(0.0, 1.0 - now.trainer_wait - now.trainer_push - now.trainer_other)
+    flags = "use more GPUs with --placement dedicated" if now.placement == "colocated" else "raise --fsdp-world-size"
+    return f"trainer-bound: trainer computed {_percent(busy)}; {flags}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

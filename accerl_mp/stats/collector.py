@@ -1,0 +1,167 @@
+"""Records in, rounds out: sums up what arrives and, when trainer/0 closes a round, writes and says it."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from accerl_mp.config import Config
+from accerl_mp.stats.bottleneck import sentence
+from accerl_mp.stats.status import Status
+from accerl_mp.stats.tags import TAGS, X_AXES, lookup
+from accerl_mp.stats.windows import EpisodeWindow, GroupRewards, RoundSums
+from accerl_mp.stats.writer import MetricFiles
+
+SETTLE_S = 0.1
+"""After trainer/0 closes a round, records of other processes that are still on their way may come this late."""
+
+_log = logging.getLogger(__name__)
+
+Record = Mapping[str, Any]
+
+
+class Collector:
+    """Everything that the stats process knows; one thread, no waiting. Clocks come in as arguments (`time.monotonic`).
+
+    Records (see `transport/channels.py`):
+        values   added to the round; with a "step" of its own (an evaluation) it is written at once, at that step
+        episode  into the window and the round
+        round    from trainer/0: closes the round, `SETTLE_S` later
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        files: MetricFiles,
+        status: Status,
+        *,
+        say: Callable[[str], None],
+        num_restarts: Callable[[], int] = lambda: 0,
+    ) -> None:
+        metrics = config.metrics
+        self._config, self._files, self._status = config, files, status
+        self._say, self._num_restarts = say, num_restarts
+        self._window = EpisodeWindow(metrics.metrics_window_size, metrics.metrics_active_timeout_seconds)
+        self._sums = RoundSums()
+        self._groups = GroupRewards(config, self._sums)
+        self._num_episodes = 0
+        self._round_started_s: float | None = None
+        self._open_round: Record | None = None
+        self._close_at_s = 0.0
+        self._undeclared: set[str] = set()
+
+    def start_clock(self, now_s: float) -> None:
+        """The first weights are in vLLM: the first round's time starts here. Later calls change nothing."""
+        if self._round_started_s is None:
+            self._round_started_s = now_s
+
+    def take(self, record: Record, now_s: float) -> None:
+        """One record off the socket."""
+        match record["kind"]:
+            case "values" if record.get("step") is not None:
+                self._write_point(record)
+            case "values":
+                self._add(record["values"], record["source"], now_s)
+            case "episode":
+                self._take_episode(record["episode"], now_s)
+            case "round":
+                self._take_round(record, now_s)
+            case other:
+                _log.warning("%s sent a record of unknown kind %r", record.get("source"), other)
+
+    def seconds_to_next(self, now_s: float) -> float | None:
+        """Until `close_due` has something to do; None: nothing is due."""
+        return None if self._open_round is None else max(0.0, self._close_at_s - now_s)
+
+    def close_due(self, now_s: float, *, force: bool = False) -> None:
+        """Close the round if its last records have had their time."""
+        if self._open_round is not None and (force or now_s >= self._close_at_s):
+            self._close(self._open_round, now_s)
+
+    def finish(self, now_s: float) -> None:
+        """At the end: the open round, and what the trainer has sent since (of the last push)."""
+        self.close_due(now_s, force=True)
+        values = self._sums.reduce(0.0)
+        last = {tag: value for tag, value in values.items() if (row := lookup(tag)) and row.source == "trainer/0"}
+        if last:
+            self._files.write(step=self._status.step, version=self._status.version, time_s=time.time(), values=last)
+
+    def _take_episode(self, episode: Record, now_s: float) -> None:
+        self._window.add(episode, now_s)
+        if episode["kind"] == "train":
+            self._groups.add(episode)
+            self._num_episodes += 1
+            self._status.count_episode()
+
+    def _take_round(self, record: Record, now_s: float) -> None:
+        self.close_due(now_s, force=True)  # rounds shorter than SETTLE_S
+        self._open_round, self._close_at_s = record, now_s + SETTLE_S
+        self._add(record.get("values", {}), record["source"], now_s)
+
+    def _add(self, values: Mapping[str, Any], source: str, now_s: float) -> None:
+        self._warn_of_undeclared(values)
+        self._sums.add_all(values, source, now_s)
+
+    def _close(self, record: Record, now_s: float) -> None:
+        closed_s = self._close_at_s - SETTLE_S
+        round_s = closed_s - self._round_started_s if self._round_started_s is not None else 0.0
+        self._open_round, self._round_started_s = None, closed_s
+        values = self._values(now_s, round_s) | {"Stats/Restarts": float(self._num_restarts())}
+        bound = sentence(values, self._config)
+        number = record.get("round") or self._status.round + 1
+        self._files.write(step=record["step"], version=record["version"], time_s=record["time"], values=values)
+        self._status.close_round(
+            number=number, step=record["step"], version=record["version"], round_s=round_s, values=values, sentence=bound
+        )
+        self._status.save()
+        if number % self._config.metrics.log_every == 0:
+            self._say(round_line(number, record["step"], record["version"], values, bound))
+
+    def _values(self, now_s: float, round_s: float) -> dict[str, float]:
+        """Every number of the round."""
+        if round_s > 0:
+            self._sums.add("Rollout/EpisodesPerSec", "stats", self._num_episodes, round_s)
+        self._num_episodes = 0
+        values = self._sums.reduce(round_s) | self._window.values(now_s)
+        if (score := values.get("TextWorld/NormalizedScore")) is not None:
+            values |= {tag.name: score for tag in TAGS.values() if tag.x_axis != "step" and X_AXES[tag.x_axis] in values}
+        return values
+
+    def _write_point(self, record: Record) -> None:
+        """An evaluation: its own step, not the current round's."""
+        self._warn_of_undeclared(record["values"])
+        point = RoundSums()
+        point.add_all(record["values"], record["source"], 0.0)
+        values = point.reduce(0.0)
+        step, version = record["step"], record.get("version", self._status.version)
+        self._files.write(step=step, version=version, time_s=record["time"], values=values)
+        if "Eval/WinRate" in values:
+            self._status.add_evaluation(step=step, version=version, time_s=record["time"], values=values)
+            self._say(evaluation_line(step, version, values))
+        self._status.save()
+
+    def _warn_of_undeclared(self, values: Mapping[str, Any]) -> None:
+        for tag in values:
+            if tag not in self._undeclared and lookup(tag) is None:
+                self._undeclared.add(tag)
+                _log.warning("tag %r is not in stats/tags.py: it is written as a mean", tag)
+
+
+def round_line(number: int, step: int, version: int, values: Mapping[str, float], bound: str) -> str:
+    """Example: `round 12  step 24  version 12  win 0.61 (last 1000)  12.3 samples/s  3,210 tok/s  lag 1.2  | trainer-bound: ...`."""
+    parts = [f"round {number}", f"step {step}", f"version {version}"]
+    formats = {
+        "TextWorld/WinRate": f"win {{:.2f}} (last {values.get('Rollout/WindowEpisodes', 0):.0f})",
+        "Train/SamplesPerSec": "{:.1f} samples/s",
+        "Train/TokensPerSec": "{:,.0f} tok/s",
+        "Replay/TrainSampleTrainerVersionLagMean": "lag {:.1f}",
+    }
+    parts += [text.format(values[tag]) for tag, text in formats.items() if tag in values]
+    return "  ".join([*parts, f"| {bound}"])
+
+
+def evaluation_line(step: int, version: int, values: Mapping[str, float]) -> str:
+    """Example: `evaluation at step 24, version 12: win 0.75, score 0.80 (60 episodes)`."""
+    score = f", score {values['Eval/NormalizedScore']:.2f}" if "Eval/NormalizedScore" in values else ""
+    episodes = f" ({values['Eval/Episodes']:.0f} episodes)" if "Eval/Episodes" in values else ""
+    return f"evaluation at step {step}, version {version}: win {values['Eval/WinRate']:.2f}{score}{episodes}"

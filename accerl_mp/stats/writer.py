@@ -1,0 +1,147 @@
+"""The run folder's metric files: TensorBoard events, metrics.jsonl and status.json.
+
+Written by the stats process alone, without torch: TensorBoard's own protocol buffers and record format, in one write
+a round. Nothing here waits, and a full disk costs lines, never the run.
+"""
+
+import io
+import json
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from accerl_mp.stats.tags import X_AXES, lookup
+
+_log = logging.getLogger(__name__)
+
+
+class AppendFile:
+    """A file that grows by whole records only: a write that fails half-way (disk full) is taken back."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._is_failing = False
+
+    def append(self, data: bytes) -> bool:
+        """False, and one warning an outage, where the disk does not take it."""
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file.truncate(size)
+            if not self._is_failing:
+                _log.warning("cannot write %s: %s; metrics are lost until it can", self._path, error)
+            self._is_failing = True
+            return False
+        self._is_failing = False
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MetricFiles:
+    """Events and metrics.jsonl of one run. A new process appends: a new event file beside the old ones, more lines."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        # As TensorBoard names them, so that it finds them; the names sort by start time.
+        name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.0"
+        self._events = AppendFile(run_dir / name)
+        self._events.append(_records([Event(wall_time=time.time(), file_version="brain.Event:2")]))
+        self._lines = AppendFile(_whole_lines(run_dir / "metrics.jsonl"))
+
+    def write(self, *, step: int, version: int, time_s: float, values: Mapping[str, float]) -> None:
+        """One point of every tag, in both files. NaN and infinities reach TensorBoard only: JSON has no word for them."""
+        finite = {tag: value for tag, value in values.items() if math.isfinite(value)}
+        if odd := sorted(values.keys() - finite.keys()):
+            _log.warning("step %d: not finite: %s", step, ", ".join(odd))
+            finite["Stats/NonFinite"] = len(odd)
+        self._events.append(_records(_scalars(step, time_s, {**values, **finite})))
+        line = {"step": step, "version": version, "time": round(time_s, 3)}
+        line |= {tag: _short(value) for tag, value in sorted(finite.items())}
+        self._lines.append(json.dumps(line).encode() + b"\n")
+
+    def write_text(self, tag: str, text: str, *, step: int = 0) -> None:
+        """A Markdown text for TensorBoard's Text tab."""
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
+        value = Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
+        self._events.append(_records([Event(wall_time=time.time(), step=step, summary=Summary(value=[value]))]))
+
+    def close(self) -> None:
+        self._events.close()
+        self._lines.close()
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """The run's status.json (fields: `status.Status`); empty where there is none yet."""
+    try:
+        return json.loads((run_dir / "status.json").read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
+    """Replace status.json: a reader finds the old or the new one, whole."""
+    temporary = run_dir / "status.json.tmp"
+    try:
+        temporary.write_text(json.dumps(status, indent=2) + "\n")
+        temporary.replace(run_dir / "status.json")
+    except OSError as error:
+        _log.warning("cannot write %s: %s", run_dir / "status.json", error)
+
+
+def flags_as_markdown(flat: Mapping[str, Any]) -> str:
+    """The run's settings as a Markdown table, for TensorBoard."""
+    rows = [f"| `--{name.replace('_', '-')}` | `{value}` |" for name, value in flat.items()]
+    return "\n".join(["| flag | value |", "|---|---|", *rows])
+
+
+def _scalars(step: int, time_s: float, values: Mapping[str, float]) -> list[Event]:
+    """One event for each x axis."""
+    by_step: dict[int, list[Summary.Value]] = {}
+    for tag, value in values.items():
+        row = lookup(tag)
+        axis = step if row is None or row.x_axis == "step" else values.get(X_AXES[row.x_axis])
+        if axis is not None:
+            by_step.setdefault(int(axis), []).append(Summary.Value(tag=tag, simple_value=value))
+    return [Event(wall_time=time_s, step=at, summary=Summary(value=points)) for at, points in by_step.items()]
+
+
+def _records(events: list[Event]) -> bytes:
+    buffer = io.BytesIO()
+    writer = RecordWriter(buffer)
+    for event in events:
+        writer.write(event.SerializeToString())
+    return buffer.getvalue()
+
+
+def _whole_lines(path: Path) -> Path:
+    """Cut an unfinished last line that a killed process left."""
+    if path.exists():
+        content = path.read_bytes()
+        if not content.endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)
+    return path
+
+
+def _short(value: float) -> float:
+    """Nine digits are all that a float32 holds; counts stay whole."""
+    return int(value) if float(value).is_integer() and abs(value) < 2**53 else float(f"{value:.9g}")

@@ -1,0 +1,194 @@
+"""Supervised training on one machine: a warm start from played games, or a smoke test of the trainer's parts.
+
+    python -m accerl_mp.tools.sft --model-path DIR --train-mode lm_head --max-steps 20        (built-in chat pairs)
+    python -m accerl_mp.tools.sft --model-path DIR --walks walks.jsonl.gz --out DIR ...       (warm start; see README.md of the demo model)
+
+The loss is the mean over reply tokens plus `--prompt-weight` times the mean over prompt tokens. `--mistake-weight` 0 imitates
+the best commands alone; 1 imitates the player of the walks with its mistakes. Steps are micro-steps, as in the reference's local
+trainer: an update comes every `--grad-accum-steps` of them, and a rest at the end is dropped.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from accerl_mp.models.build import select_trainable
+from accerl_mp.models.names import persistent_buffers
+from accerl_mp.tools.chat import load_chat
+from accerl_mp.tools.walks import load_walks
+from accerl_mp.tools.warm_start import MISTAKE, PROMPT, REPLY, Batches, PairExamples, WalkExamples, batch_loader
+from accerl_mp.trainer.schedule import learning_rate
+
+PAIRS = [
+    ("What is the capital of France?", "Paris."),
+    ("Add 2 and 3.", "5"),
+    ("Name a colour.", "Blue."),
+    ("Say hello.", "Hello!"),
+    ("What do bees make?", "Honey."),
+    ("Which is larger, 7 or 4?", "7"),
+    ("Finish: roses are", "red."),
+    ("What opens a lock?", "A key."),
+]
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model-path", type=Path, required=True, help="local HuggingFace directory")
+    add("--device", default="auto", help="cuda:0, cpu, ...; auto: the first GPU, else the CPU")
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the compute; auto: bfloat16 on GPU")
+    add("--train-mode", choices=("lm_head", "last_layer", "full"), default="lm_head", help="what trains")
+    add("--max-length", type=int, default=128, help="tokens of an example; longer ones are cut at the end")
+    add("--batch-size", type=int, default=2, help="examples of a micro-step")
+    add("--max-steps", type=int, default=1000, help="micro-steps")
+    add("--learning-rate", type=float, default=1e-5, help="peak learning rate")
+    add("--lr-warmup-steps", type=int, default=0, help="updates of linear warm-up")
+    add("--min-lr-ratio", type=float, default=1.0, help="the cosine ends at this share of the peak (1: constant)")
+    add("--weight-decay", type=float, default=0.0, help="AdamW weight decay, on matrices")
+    add("--grad-accum-steps", type=int, default=2, help="micro-steps of an update")
+    add("--dataset-repeat", type=int, default=4, help="times the 8 built-in chat pairs are listed")
+    add("--walks", type=Path, help="file of accerl_mp.tools.walks, instead of the chat pairs")
+    add("--prompt-weight", type=float, default=0.1, help="weight of the loss on prompt tokens (walks)")
+    add("--mistake-weight", type=float, default=0.0, help="weight of replies that are not the best command (walks)")
+    add("--out", type=Path, help="folder to save the model to (default: nothing is saved)")
+    add("--save-steps", type=int, nargs="*", default=[], help="also save to OUT/step-N after so many micro-steps")
+    add("--num-workers", type=int, default=0, help="processes that build batches")
+    add("--log-every", type=int, default=1, help="micro-steps between two lines")
+    add("--seed", type=int, default=42, help="of the order of examples")
+    add("--trust-remote-code", action="store_true", help="let Transformers run the model folder's code")
+    add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    args = parser.parse_args(argv)
+    for name in ("max_steps", "batch_size", "grad_accum_steps", "dataset_repeat"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.device == "auto":
+        args.device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    return args
+
+
+def load_model(args: argparse.Namespace) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model_path, dtype=torch.float32, trust_remote_code=args.trust_remote_code, local_files_only=True, attn_implementation="sdpa"
+    )
+    select_trainable(model, args.train_mode)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model.to(args.device).train()
+
+
+def token_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross-entropy (nats, float32) of every token but the first of each row, and the roles of those tokens; both [B, S - 1].
+
+    No attention mask: rows are padded on the right, and what comes later is never attended to.
+    """
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits[:, :-1]
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), batch["input_ids"][:, 1:].flatten(), reduction="none")
+    return losses.view(logits.shape[:2]), batch["roles"][:, 1:]
+
+
+def weighted_loss(losses: torch.Tensor, roles: torch.Tensor, *, prompt_weight: float, mistake_weight: float) -> torch.Tensor:
+    """Mean over reply tokens plus `prompt_weight` times the mean over prompt tokens."""
+    reply_weights = (roles == REPLY).float() + mistake_weight * (roles == MISTAKE)
+    prompt_weights = (roles == PROMPT).float()
+    reply_loss = (losses * reply_weights).sum() / reply_weights.sum().clamp(min=1.0)
+    return reply_loss + prompt_weight * (losses * prompt_weights).sum() / prompt_weights.sum().clamp(min=1.0)
+
+
+def train(
+    model: nn.Module,
+    batches: Iterator[dict[str, torch.Tensor]],
+    args: argparse.Namespace,
+    after_step: Callable[[int, torch.Tensor], None],
+) -> None:
+    """Run `--max-steps` micro-steps; calls `after_step(step, loss)` after each."""
+    optimizer = build_optimizer(model, args)
+    num_updates = args.max_steps // args.grad_accum_steps
+    use_bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and args.device != "cpu")
+    for step in range(1, args.max_steps + 1):
+        batch = {name: tensor.to(args.device, non_blocking=True) for name, tensor in next(batches).items()}
+        with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=use_bfloat16):
+            losses, roles = token_losses(model, batch)
+        loss = weighted_loss(losses, roles, prompt_weight=args.prompt_weight, mistake_weight=args.mistake_weight)
+        (loss / args.grad_accum_steps).backward()
+        if step % args.grad_accum_steps == 0:
+            update(model, optimizer, step // args.grad_accum_steps - 1, num_updates, args)
+        after_step(step, loss.detach())
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, num_updates: int, args: argparse.Namespace) -> None:
+    """One optimizer step; `number` counts from 0."""
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(
+            number, peak=args.learning_rate, warmup_steps=args.lr_warmup_steps, max_steps=num_updates, min_lr_ratio=args.min_lr_ratio
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """AdamW; weight decay on matrices only."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=args.learning_rate, fused=args.device != "cpu")
+
+
+def build_examples(args: argparse.Namespace) -> WalkExamples | PairExamples:
+    tokenizer, chat = load_chat(args.model_path)
+    if args.walks:
+        return WalkExamples(load_walks(args.walks), tokenizer, chat, max_length=args.max_length)
+    return PairExamples(PAIRS * args.dataset_repeat, tokenizer, chat, max_length=args.max_length)
+
+
+class Reporter:
+    """After each step: prints the loss, saves a snapshot where one is due."""
+
+    def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
+        self._model, self._args, self._started = model, args, time.monotonic()
+        self._losses: list[torch.Tensor] = []
+
+    def __call__(self, step: int, loss: torch.Tensor) -> None:
+        self._losses.append(loss)
+        if step % self._args.log_every == 0:
+            mean = torch.stack(self._losses).mean().item()
+            self._losses.clear()
+            print(f"step {step}  loss {mean:.4f}  {time.monotonic() - self._started:.1f} s", flush=True)
+        if step in self._args.save_steps:
+            save(self._model, self._args, self._args.out / f"step-{step}")
+
+
+def save(model: nn.Module, args: argparse.Namespace, folder: Path) -> None:
+    """Write a model folder: bfloat16 weights, tied ones once, and the tokenizer files as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = [*model.named_parameters(), *persistent_buffers(model)]
+    weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in entries}
+    model.save_pretrained(folder, state_dict=weights)
+    for file in args.model_path.iterdir():
+        if file.name.startswith(("tokenizer", "chat_template")) and file.parent != folder:
+            (folder / file.name).write_bytes(file.read_bytes())
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    torch.manual_seed(args.seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model = load_model(args)
+    batches = batch_loader(Batches(build_examples(args), batch_size=args.batch_size, seed=args.seed), args.num_workers)
+    train(model, batches, args, Reporter(model, args))
+    if args.out:
+        save(model, args, args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

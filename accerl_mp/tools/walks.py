@@ -1,0 +1,173 @@
+"""Games played by the engine's own best commands, with mistakes: what a warm start learns from.
+
+    python -m accerl_mp.tools.walks --games DIR/manifest.json --out walks.jsonl.gz --walks-per-game 8 --seed 1 --processes 2
+
+TextWorld knows the best next command after any move, so a walk that errs shows how to go on from there as well. One walk a line.
+"""
+
+import argparse
+import gzip
+import json
+import multiprocessing
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from accerl_mp.rollout.env import Observation, TextWorldEnv, game_name
+
+MAX_TURNS = 10
+INVALID_SHARE = 0.05
+"""Of the replies: they are no command, and are followed by the notice that says so."""
+MISTAKE_SHARE = 0.6
+"""Of the other replies: any admissible command instead of the best one."""
+
+ReplyKind = Literal["best", "random", "invalid"]
+
+
+@dataclass(frozen=True)
+class WalkTurn:
+    """What the game showed, and what was replied to it."""
+
+    text: str
+    inventory: str
+    commands: list[str]
+    reply: str
+    kind: ReplyKind
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One game played once."""
+
+    game: str
+    names: list[str]
+    """Names of the rooms and things of the game."""
+    objective: str
+    turns: list[WalkTurn] = field(default_factory=list)
+    won: bool = False
+
+    @classmethod
+    def from_json(cls, line: str) -> "Walk":
+        values = json.loads(line)
+        return cls(**(values | {"turns": [WalkTurn(**turn) for turn in values["turns"]]}))
+
+    def observations(self, shuffle: random.Random | None = None) -> list[Observation]:
+        """The observation of each turn; `shuffle` puts the commands of half of them in another order."""
+        return [self._observation(turn, shuffle) for turn in self.turns]
+
+    def _observation(self, turn: WalkTurn, shuffle: random.Random | None) -> Observation:
+        commands = list(turn.commands)
+        if shuffle is not None and shuffle.random() < 0.5:
+            shuffle.shuffle(commands)
+        return Observation(
+            objective=self.objective, text=turn.text, inventory=turn.inventory, commands=tuple(commands), score=0.0, max_score=1.0
+        )
+
+
+def play_walks(path: Path, num_walks: int, seed: int) -> list[Walk]:
+    """Play one game several times. A walk ends when it is won, lost for good or MAX_TURNS long."""
+    env = TextWorldEnv(path, policy_commands=True)
+    names = thing_names(path)
+    walks = []
+    for number in range(num_walks):
+        rng = random.Random(f"{seed}-{path.name}-{number}")
+        walks.append(_play(env, names, rng))
+    env.close()
+    return walks
+
+
+def thing_names(path: Path) -> list[str]:
+    """Names of rooms, doors and things, from the game's .json."""
+    infos = json.loads(path.with_suffix(".json").read_text())["infos"]
+    return [info["name"] for _, info in infos if info["name"]]
+
+
+def _play(env: TextWorldEnv, names: list[str], rng: random.Random) -> Walk:
+    observation = env.reset(rng.randrange(1, 2**31))
+    objective = observation.objective
+    turns: list[WalkTurn] = []
+    while not observation.done and observation.policy_commands and len(turns) < MAX_TURNS:
+        reply, kind = _choose(observation, names, rng)
+        turns.append(WalkTurn(observation.text, observation.inventory, list(observation.commands), reply, kind))
+        if kind != "invalid":
+            observation = env.step(reply)
+    return Walk(game_name(env.path), names, objective, turns, observation.won)
+
+
+def _choose(observation: Observation, names: list[str], rng: random.Random) -> tuple[str, ReplyKind]:
+    draw = rng.random()
+    if draw < INVALID_SHARE:
+        return _invalid_reply(observation, names, rng), "invalid"
+    if draw < INVALID_SHARE + (1 - INVALID_SHARE) * MISTAKE_SHARE:
+        return rng.choice(observation.commands), "random"
+    return observation.policy_commands[0], "best"
+
+
+def _invalid_reply(observation: Observation, names: list[str], rng: random.Random) -> str:
+    """Something like a command that is not in the list: other things in its place, or its beginning alone."""
+    words = rng.choice(observation.commands).split()
+    for _ in range(10):
+        verb, *rest = words
+        reply = " ".join(rng.choice(([verb, rng.choice(names)], [verb], [verb, verb, *rest], [*rest, verb])))
+        if reply not in observation.commands:
+            return reply
+    return "nothing"
+
+
+def listed_games(manifest: Path, split: str, without: Path | None = None) -> list[Path]:
+    """A split's games of a manifest, but those with a world or a quest that the manifest `without` lists too."""
+    games = [game for game in json.loads(manifest.read_text())["games"] if game["file"].startswith(f"{split}/")]
+    known = set()
+    if without is not None:
+        known = {game[key] for game in json.loads(without.read_text())["games"] for key in ("world_key", "quest_key")}
+    return [manifest.parent / game["file"] for game in games if not known & {game["world_key"], game["quest_key"]}]
+
+
+def play_all(games: list[Path], *, num_walks: int, seed: int, num_processes: int) -> Iterator[Walk]:
+    """Walks of all games, in the games' order whatever the number of processes."""
+    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        played = pool.map(play_walks, games, [num_walks] * len(games), [seed] * len(games), chunksize=4)
+        for number, walks in enumerate(played, start=1):
+            yield from walks
+            if number % 50 == 0 or number == len(games):
+                print(f"played {number} of {len(games)} games", file=sys.stderr, flush=True)
+
+
+def save_walks(path: Path, walks: Iterable[Walk]) -> int:
+    """Write a gzipped line each; returns how many."""
+    num_walks = 0
+    with gzip.open(path, "wt") as file:
+        for walk in walks:
+            file.write(json.dumps(asdict(walk)) + "\n")
+            num_walks += 1
+    return num_walks
+
+
+def load_walks(path: Path) -> list[Walk]:
+    with gzip.open(path, "rt") as file:
+        return [Walk.from_json(line) for line in file]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--games", type=Path, required=True, help="manifest.json of accerl_mp.tools.make_games")
+    parser.add_argument("--split", default="train", choices=("train", "heldout"), help="which of its games")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--without", type=Path, help="manifest.json whose worlds and quests are left out")
+    parser.add_argument("--walks-per-game", type=int, default=8, help="times each game is played")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed plays the same walks")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that play")
+    args = parser.parse_args(argv)
+    games = listed_games(args.games, args.split, args.without)
+    walks = play_all(games, num_walks=args.walks_per_game, seed=args.seed, num_processes=args.processes)
+    print(f"{args.out}: {save_walks(args.out, walks)} walks through {len(games)} games", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

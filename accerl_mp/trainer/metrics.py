@@ -1,0 +1,168 @@
+"""What a round of training adds to the metrics: each rank's sums, brought together once a round, sent by rank 0.
+
+Tags and their reductions stand in `stats/tags.py`. Values travel as (sum, count, max).
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from accerl_mp.config import Config
+from accerl_mp.samples import RLSample
+from accerl_mp.trainer.ranks import Ranks
+from accerl_mp.trainer.replay import ReplayCounts
+from accerl_mp.trainer.step import StepResult
+
+Triple = tuple[float, float, float]
+
+ADDED = (
+    *("loss", "policy_loss", "k3", "entropy", "num_clipped", "num_tokens", "on_policy_k3", "num_on_policy"),
+    *("num_samples", "returns", "pack_tokens", "pack_samples", "pack_longest", "pack_seconds", "num_packs"),
+    *("fetched", "valid", "invalid", "consumed", "torn", "expired", "expired_tokens", "uses", "lag_newest", "lag_oldest"),
+)
+"""Summed over ranks at the end of a round."""
+LARGEST = ("ratio", "lag_oldest", "memory_gib")
+"""The largest over ranks."""
+
+
+class RoundMetrics:
+    """One rank's sums since the last round."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
+        self._all_tokens = self._all_samples = 0.0
+        self._start()
+
+    def add_step(self, result: StepResult, samples: list[RLSample], *, choose_seconds: float) -> None:
+        """One optimizer step of this rank. A skipped one counts as bad and adds nothing to the means."""
+        self._num_steps += 1
+        self._num_bad += result.is_bad
+        self._learning_rate = result.learning_rate
+        sums = self._sums
+        sums["pack_seconds"] += choose_seconds + sum(pack.build_seconds for pack in result.packs)
+        sums["num_packs"] += len(result.packs)
+        sums["pack_tokens"] += sum(pack.num_tokens for pack in result.packs)
+        sums["pack_samples"] += sum(pack.num_samples for pack in result.packs)
+        sums["pack_longest"] += sum(pack.longest for pack in result.packs)
+        sums["num_samples"] += len(samples)
+        sums["returns"] += sum(sample.episode_return for sample in samples)
+        if result.is_bad:
+            return
+        self._grad_norms.append(result.grad_norm)
+        for name, value in result.sums.items():
+            sums[name] += value
+        self._largest["ratio"] = max(self._largest["ratio"], result.ratio_max)
+
+    def add_replay(self, counts: ReplayCounts) -> None:
+        """What the ring gave since the last round."""
+        for name in ("fetched", "valid", "invalid", "consumed", "torn", "expired", "expired_tokens", "uses"):
+            self._sums[name] += getattr(counts, name)
+        self._sums["lag_newest"] += sum(counts.lags_newest)
+        self._sums["lag_oldest"] += sum(counts.lags_oldest)
+        self._largest["lag_oldest"] = max([self._largest["lag_oldest"], *counts.lags_oldest])
+
+    def close_round(self) -> dict[str, Triple]:
+        """The round's values over all ranks, and start again. Collective."""
+        if self._ranks.device.type == "cuda":
+            self._largest["memory_gib"] = torch.cuda.max_memory_allocated(self._ranks.device) / 2**30
+        sums = dict(zip(ADDED, self._ranks.sums([self._sums[name] for name in ADDED]), strict=True))
+        largest = dict(zip(LARGEST, self._ranks.maxima([self._largest[name] for name in LARGEST]), strict=True))
+        seconds = time.perf_counter() - self._started
+        self._all_tokens += sums["num_tokens"]
+        self._all_samples += sums["num_samples"]
+        values = self._loss_values(sums, largest) | self._rate_values(sums, seconds) | self._replay_values(sums, largest)
+        if self._config.batch.train_packing == "varlen":
+            values |= self._pack_values(sums)
+        if largest["memory_gib"] > 0:
+            values["Train/PeakMemoryGiB"] = (largest["memory_gib"], 1, largest["memory_gib"])
+        self._start()
+        return values
+
+    def _start(self) -> None:
+        self._sums: dict[str, float] = defaultdict(float)
+        self._largest: dict[str, float] = defaultdict(float)
+        self._grad_norms: list[float] = []
+        self._num_steps = self._num_bad = 0
+        self._learning_rate = 0.0
+        self._started = time.perf_counter()
+
+    def _loss_values(self, sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, Triple]:
+        algorithm = self._config.algorithm
+        good, tokens = self._num_steps - self._num_bad, sums["num_tokens"]
+        values = {
+            "Train/Loss": _mean(sums["loss"], good),
+            "Train/LossMeanAcrossRanks": _mean(sums["loss"], good),
+            "Train/PolicyLossTokenMean": _mean(sums["policy_loss"], tokens),
+            "Train/Entropy": _mean(sums["entropy"], tokens),
+            "Train/GradNorm": (sum(self._grad_norms), good, max(self._grad_norms, default=0.0)),
+            "Train/RatioMax": (largest["ratio"], 1, largest["ratio"]),
+            "KL/OldNewK3TokenMean": _mean(sums["k3"], tokens),
+            "KL/OldNewK3SampleSumMean": _mean(sums["k3"], sums["num_samples"]),
+            "KL/OldNewK3Loss": _mean(algorithm.old_new_kl_coef * sums["k3"], tokens),
+            "KL/TrainerInferK3": _mean(sums["on_policy_k3"], sums["num_on_policy"]),
+            "Clip/PPOClipFrac": _mean(sums["num_clipped"], tokens),
+        }
+        if algorithm.clip_mode != "ppo":
+            del values["Clip/PPOClipFrac"]
+        if algorithm.old_new_kl_coef == 0:
+            del values["KL/OldNewK3Loss"]
+        values = {tag: value for tag, value in values.items() if value[1] > 0}
+        if self._num_bad:
+            values["Train/BadSteps"] = _total(self._num_bad)
+        return values
+
+    def _rate_values(self, sums: Mapping[str, float], seconds: float) -> dict[str, Triple]:
+        tokens, samples, steps = sums["num_tokens"], sums["num_samples"], self._num_steps
+        group = "PPO" if self._config.algorithm.rl_algorithm == "ppo" else "GRPO"
+        return {
+            "Train/LearningRate": _total(self._learning_rate),
+            "Train/TokensPerSec": (tokens, seconds, tokens),
+            "Train/ValidResponseTokensPerSec": (tokens, seconds, tokens),
+            "Train/SamplesPerSec": (samples, seconds, samples),
+            "Train/OptimizerStepsPerSec": (steps, seconds, steps),
+            "Train/SegmentGlobalValidResponseTokens": _total(tokens),
+            "Train/SegmentGlobalTrainingSamples": _total(samples),
+            "Train/GlobalValidResponseTokensPerOptimizerStep": _mean(tokens, steps),
+            "Train/GlobalTrainingSamplesPerOptimizerStep": _mean(samples, steps),
+            "Train/CumulativeGlobalValidResponseTokens": _total(self._all_tokens),
+            "Train/CumulativeGlobalTrainingSamples": _total(self._all_samples),
+            f"{group}/TrainEpisodeReturnMeanAcrossRanks": _mean(sums["returns"], samples),
+        }
+
+    def _replay_values(self, sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, Triple]:
+        values = {
+            "Replay/CandidatesFetched": _total(sums["fetched"]),
+            "Replay/ValidSamplesPrepared": _total(sums["valid"]),
+            "Replay/TrainingSamplesConsumed": _total(sums["consumed"]),
+            "Replay/InvalidCandidates": _total(sums["invalid"]),
+            "Replay/TrainSampleTrainerVersionLagMean": _mean(sums["lag_newest"], sums["consumed"]),
+            "Replay/PolicyLagOldestMean": _mean(sums["lag_oldest"], sums["consumed"]),
+            "Replay/PolicyLagOldestMax": (largest["lag_oldest"], 1, largest["lag_oldest"]),
+        }
+        if self._config.replay.max_sample_reuse != 1:
+            values["Replay/SampleUsesMean"] = _mean(sums["uses"], sums["consumed"])
+        if sums["expired"]:
+            values["Replay/Expired"] = _total(sums["expired"])
+            values["Replay/ExpiredTokensMean"] = _mean(sums["expired_tokens"], sums["expired"])
+        if sums["torn"]:
+            values["Replay/Torn"] = _total(sums["torn"])
+        return values
+
+    def _pack_values(self, sums: Mapping[str, float]) -> dict[str, Triple]:
+        packs, budget = sums["num_packs"], self._config.batch.train_token_budget or 1
+        return {
+            "Train/PackTokenUtilization": _mean(sums["pack_tokens"], packs * budget),
+            "Train/PackSampleCount": _mean(sums["pack_samples"], packs),
+            "Train/PackMaxSequenceLength": _mean(sums["pack_longest"], packs),
+            "Train/PackCpuMilliseconds": _mean(1000 * sums["pack_seconds"], packs),
+        }
+
+
+def _mean(total: float, count: float) -> Triple:
+    return total, count, total / count if count else 0.0
+
+
+def _total(value: float) -> Triple:
+    return value, 1, value

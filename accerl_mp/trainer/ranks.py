@@ -1,0 +1,110 @@
+"""The trainer's ranks: their process group, sums over all of them, and the one way in which they wait together."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from accerl_mp.transport.errors import Closed, PeerLost
+from accerl_mp.transport.health import Health, Wait
+
+FIRST_SLEEP_S = 0.002
+PACE_S = 0.2
+"""A rank that isn't ready says so to the others this often, so nobody is inside a collective for longer than that."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Of FSDP's collectives. Waiting for samples happens outside them; an export by rank 0 is the longest thing inside."""
+
+_log = logging.getLogger(__name__)
+
+
+class Ranks:
+    """This process as one of the trainer's ranks. Numbers travel over gloo on the CPU, so a GPU never waits for them."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, health: Health) -> None:
+        self.rank, self.size, self.device = rank, size, device
+        self.agreed_to_stop = False
+        """All ranks raised Closed at the same place: a collective is still possible."""
+        self._health = health
+
+    @classmethod
+    def join(cls, *, rank: int, size: int, on_gpu: bool, health: Health) -> "Ranks":
+        """Form the process group out of torchrun's environment; one rank needs none (a debugger starts it by hand).
+
+        waits for      all ranks, at most COLLECTIVE_TIMEOUT; a rank that dies takes the whole run down (torchrun)
+        """
+        device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        single = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+        with health.waiting(f"all {size} trainer ranks to join", timeout_s=0):
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None, **single)
+        if dist.get_world_size() != size:
+            raise ValueError(f"torchrun started {dist.get_world_size()} trainer ranks, --fsdp-world-size is {size}")
+        return cls(dist.get_rank(), size, device, health)
+
+    def leave(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Element-wise sums over all ranks, float64. Collective."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def maxima(self, values: Sequence[float]) -> list[float]:
+        """Element-wise maxima over all ranks. Collective."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def wait_until(
+        self,
+        is_ready: Callable[[], bool],
+        *,
+        what: str,
+        timeout_s: float,
+        flag: str,
+        longest_sleep_s: float = PACE_S,
+        share: Callable[[], Sequence[float]] = tuple,
+    ) -> list[float]:
+        """Wait until `is_ready()` holds on every rank; returns the sums over ranks of what `share()` (always as many numbers) gives then.
+
+        waits for      each rank's own condition, polled outside of any collective; a rank that isn't ready says so every PACE_S
+        unblocked by   the last rank that becomes ready
+        at the end     all ranks raise Closed at this same place, whichever was asked to stop
+        a dead peer    PeerLost (a process of the run has failed), or gloo's error if a rank died
+        """
+        with self._health.waiting(what, timeout_s=timeout_s, flag=flag) as wait:
+            while True:
+                is_stopping, ready = self._poll(is_ready, wait, longest_sleep_s)
+                num_stopping, num_ready, *totals = self.sums([is_stopping, ready, *share()])
+                if num_stopping:
+                    self.agreed_to_stop = True
+                    self._health.check()  # PeerLost, where that is the reason
+                    raise Closed("another trainer rank was asked to stop")
+                if num_ready == self.size:
+                    return totals
+
+    def _poll(self, is_ready: Callable[[], bool], wait: Wait, longest_sleep_s: float) -> tuple[bool, bool]:
+        """(asked to stop, ready), after PACE_S at the latest."""
+        until = time.monotonic() + PACE_S
+        sleep_s = FIRST_SLEEP_S
+        while True:
+            if is_ready():
+                return self._health.should_stop, True
+            try:
+                wait.check()
+            except (Closed, PeerLost):
+                return True, False  # raised once all ranks know, or the others would hang
+            if time.monotonic() >= until:
+                return False, False
+            time.sleep(min(sleep_s, longest_sleep_s, max(0.0, until - time.monotonic())))
+            sleep_s *= 1.5
+
+    def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self.size > 1:
+            dist.all_reduce(tensor, op)
+        return tensor.tolist()
+

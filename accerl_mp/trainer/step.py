@@ -1,0 +1,216 @@
+"""One optimizer step: forward and backward of its micro-batches, clip, update. The loss is exact over all ranks.
+
+B rows, S columns, R trained tokens, V vocabulary. The counts of the whole step are known before its first backward, so each
+micro-batch's loss is already its share of the step's mean and gradients are only ever added, over micro-batches and ranks.
+"""
+
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from accerl_mp.algorithms.logprobs import token_logprobs
+from accerl_mp.algorithms.losses import StepTotals, normalised_advantages, token_losses, token_weights, weighted_loss
+from accerl_mp.config import Config
+from accerl_mp.models.fsdp import reshard, set_last_micro_batch
+from accerl_mp.samples import RLSample
+from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
+from accerl_mp.trainer.ranks import Ranks
+from accerl_mp.trainer.schedule import learning_rate
+
+_log = logging.getLogger(__name__)
+
+SUMS = ("loss", "policy_loss", "k3", "entropy", "num_clipped", "num_tokens", "on_policy_k3", "num_on_policy")
+"""Of a rank's step, added up on the device; `loss` is the rank's share of the step's loss, the others sums over its tokens."""
+
+
+class BadStepsError(RuntimeError):
+    """Too many optimizer steps in a row had a non-finite loss or gradient."""
+
+
+@dataclass(frozen=True)
+class LocalTotals:
+    """What a rank adds to the agreement that precedes a step."""
+
+    num_tokens: float = 0.0
+    num_samples: float = 0.0
+    advantage: float = 0.0
+    advantage_squares: float = 0.0
+
+    @classmethod
+    def of(cls, samples: list[RLSample]) -> "LocalTotals":
+        advantages = [sample.token_advantages.astype("float64") for sample in samples]  # 0 where untrained
+        squares = sum(float((values * values).sum()) for values in advantages)
+        num_tokens = sum(sample.num_trained for sample in samples)
+        return cls(num_tokens, len(samples), sum(float(values.sum()) for values in advantages), squares)
+
+    def numbers(self) -> list[float]:
+        return [self.num_tokens, self.num_samples, self.advantage, self.advantage_squares]
+
+
+@dataclass
+class StepResult:
+    """One rank's view; `sums` is its own, `grad_norm` and `is_bad` are the same on all ranks."""
+
+    sums: dict[str, float]
+    ratio_max: float
+    grad_norm: float
+    learning_rate: float
+    is_bad: bool
+    totals: LocalTotals
+    """Over all ranks."""
+    packs: list["PackShape"] = field(default_factory=list)
+    compute_seconds: float = 0.0
+    update_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class PackShape:
+    num_tokens: int
+    num_samples: int
+    longest: int
+    build_seconds: float
+
+
+class Stepper:
+    """Owns the optimizer. `run` is collective: every rank calls it with as many micro-batches."""
+
+    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, *, unsharded: bool) -> None:
+        self._model, self._config, self._ranks = model, config, ranks
+        self._unsharded = unsharded
+        reshard(model)  # after a forward without backward `parameters()` would give the whole ones
+        self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(model, config, ranks.device)
+        self._bad_in_a_row = 0
+
+    def run(self, micro_batches: list[list[RLSample]], totals: LocalTotals, *, step: int, version: int) -> StepResult:
+        """Train on this rank's samples. `totals` are those of all ranks; `version` is that of the trainer's weights.
+
+        A non-finite loss or gradient on any rank skips the update on all; BadStepsError after --max-bad-steps in a row.
+        """
+        started = time.perf_counter()
+        device = self._ranks.device
+        sums, ratio_max = torch.zeros(len(SUMS), device=device), torch.zeros((), device=device)
+        shapes = []
+        for index, samples in enumerate(micro_batches):
+            batch, shape = self._build(samples, version)
+            set_last_micro_batch(self._model, index == len(micro_batches) - 1, unsharded=self._unsharded)
+            batch_sums, batch_ratio = self._backward(batch, totals)
+            sums += batch_sums
+            ratio_max = torch.maximum(ratio_max, batch_ratio)
+            shapes.append(shape)
+        computed = time.perf_counter()
+        rate = self._learning_rate(step)
+        grad_norm, is_bad = self._update(sums[0], rate)
+        values = torch.cat([sums, ratio_max[None]]).tolist()
+        return StepResult(
+            sums=dict(zip(SUMS, values, strict=False)),
+            ratio_max=values[-1],
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            is_bad=is_bad,
+            totals=totals,
+            packs=shapes,
+            compute_seconds=computed - started,
+            update_seconds=time.perf_counter() - computed,
+        )
+
+    def _build(self, samples: list[RLSample], version: int) -> tuple[MicroBatch, PackShape]:
+        started = time.perf_counter()
+        packed = self._config.batch.train_packing == "varlen"
+        batch = build_micro_batch(samples, packed=packed, version=version, algorithm=self._config.algorithm.rl_algorithm)
+        moved = batch.to(self._ranks.device)
+        shape = PackShape(sum(batch.lengths), len(batch.lengths), max(batch.lengths), time.perf_counter() - started)
+        return moved, shape
+
+    def _backward(self, batch: MicroBatch, totals: LocalTotals) -> tuple[Tensor, Tensor]:
+        """Add the micro-batch's gradients. Returns its SUMS and the largest ratio, on the device."""
+        config = self._config.algorithm
+        logprobs, entropy = micro_batch_logprobs(self._model, batch, self._config)
+        advantages = batch.advantages
+        if config.ppo_normalize_advantages:
+            advantages = normalised_advantages(
+                advantages,
+                total=totals.advantage,
+                total_squares=totals.advantage_squares,
+                count=totals.num_tokens,
+                eps=config.ppo_adv_norm_eps,
+            )
+        losses = token_losses(logprobs, batch.old_logprobs, advantages, batch.sequence_ids, config)
+        step_totals = StepTotals(totals.num_tokens, totals.num_samples)
+        weights = token_weights(batch.sequence_lengths, batch.sequence_ids, step_totals, aggregation=config.loss_aggregation)
+        loss = weighted_loss(losses, weights, kl_coef=config.old_new_kl_coef)
+        loss.backward()
+        with torch.no_grad():
+            ratio, k3 = losses.d.exp(), losses.k3.detach()
+            is_clipped = ((ratio - 1).abs() > config.clip_eps).float()
+            parts = [-losses.objective.detach(), k3, entropy, is_clipped, torch.ones_like(k3), k3 * batch.is_on_policy, batch.is_on_policy]
+            sums = torch.cat([loss.detach()[None], torch.stack(parts).sum(1)])
+            return sums, ratio.max()
+
+    def _update(self, loss_share: Tensor, rate: float) -> tuple[float, bool]:
+        """(gradient norm before clipping, whether the step was skipped). The norm is over all ranks' shards."""
+        grads = [_local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
+        squares = torch.stack(torch._foreach_norm(grads)).square().sum() if grads else torch.zeros((), device=self._ranks.device)
+        loss_sum, square_sum = self._ranks.sums(torch.stack([loss_share, squares]).tolist())
+        grad_norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
+        is_bad = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
+        self._note_bad(is_bad, loss_sum, grad_norm)
+        if not is_bad:
+            limit = self._config.optimizer.max_grad_norm
+            if 0 < limit < grad_norm:
+                torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm, is_bad
+
+    def _note_bad(self, is_bad: bool, loss: float, grad_norm: float) -> None:
+        self._bad_in_a_row = self._bad_in_a_row + 1 if is_bad else 0
+        if not is_bad:
+            return
+        limit = self._config.optimizer.max_bad_steps
+        _log.warning("optimizer step skipped: loss %s, gradient norm %s (%d in a row)", loss, grad_norm, self._bad_in_a_row)
+        if self._bad_in_a_row >= limit > 0:
+            raise BadStepsError(f"{limit} optimizer steps in a row had a non-finite loss or gradient (--max-bad-steps {limit})")
+
+    def _learning_rate(self, step: int) -> float:
+        settings = self._config.optimizer
+        return learning_rate(
+            step,
+            peak=settings.learning_rate,
+            warmup_steps=settings.lr_warmup_steps,
+            max_steps=settings.max_steps,
+            min_lr_ratio=settings.min_lr_ratio,
+        )
+
+
+def micro_batch_logprobs(model: nn.Module, batch: MicroBatch, config: Config) -> tuple[Tensor, Tensor]:
+    """(log-probability, entropy) of each trained token under the sampling temperature, each [R] float32."""
+    arguments = batch.segments.forward_arguments() if batch.segments else {}
+    only_needed = config.batch.train_logprob_mode == "response_only_lm_head" and batch.is_packed
+    if only_needed:
+        arguments["logits_to_keep"] = batch.prediction_indices
+    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments).logits
+    rows = logits[0] if only_needed else logits.flatten(0, 1)[batch.prediction_indices]
+    return token_logprobs(rows, batch.targets, temperature=config.inference.infer_temperature)
+
+
+def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW over what trains; weight decay on matrices only, not on norms and biases."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.ndim > 1]
+    vectors = [parameter for parameter in trainable if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": config.optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.optimizer.learning_rate, fused=device.type == "cuda")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,85 @@
+"""The board: named integers that every process of a run can read, each written by one owner.
+
+One small file in /dev/shm. A word is an aligned 64-bit integer, so a reader sees the old or the new value,
+never a mixture. Words carry state ("version 12 is in use"), not events. Standard library only.
+"""
+
+import mmap
+import os
+from pathlib import Path
+
+WORDS: dict[str, tuple[str, int]] = {
+    "policy_version": ("trainer/0", -1),  # pushes that all replicas use; -1 before the first
+    "next_version": ("trainer/0", 0),  # highest version ever announced, plus one
+    "optimizer_step": ("trainer/0", 0),
+    "round": ("trainer/0", 0),
+    "eval_asked": ("trainer/0", 0),  # evaluations asked for so far
+    "eval_done": ("ingest/0", 0),  # evaluations finished so far
+    "finished": ("trainer/0", 0),  # 1: training is over, end everything in order
+    "stop": ("supervisor/0", 0),  # 1: everybody leaves now (Closed)
+    "failed": ("supervisor/0", 0),  # 1: the run cannot go on; DIR/failure.txt says why (PeerLost)
+}
+"""Name: (owner, value at the start). Only the owner writes."""
+
+_MAGIC = 0x6163636572_0001
+_SLOTS = 64
+
+
+class Board:
+    """Open words of one run. `get` and `set` never wait."""
+
+    def __init__(self, memory: mmap.mmap, path: Path | None) -> None:
+        self._memory = memory
+        self._words = memoryview(memory).cast("q")
+        self._slots = {name: slot for slot, name in enumerate(WORDS, start=1)}
+        self.path = path
+
+    @classmethod
+    def create(cls, path: Path) -> "Board":
+        """Make the file. It appears under its name only once it is complete."""
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_bytes(bytes(_SLOTS * 8))
+        board = cls(_map(temporary), path)
+        board._reset()
+        temporary.rename(path)
+        return board
+
+    @classmethod
+    def attach(cls, path: Path) -> "Board":
+        """Open the file of a running run; FileNotFoundError if there is none."""
+        board = cls(_map(path), path)
+        if board._words[0] != _MAGIC:
+            raise ValueError(f"{path} is no board of this version: {board._words[0]:#x}")
+        return board
+
+    @classmethod
+    def detached(cls) -> "Board":
+        """A board of this process alone, for tests and tools."""
+        board = cls(mmap.mmap(-1, _SLOTS * 8), None)
+        board._reset()
+        return board
+
+    def get(self, name: str) -> int:
+        return self._words[self._slots[name]]
+
+    def set(self, name: str, value: int) -> None:
+        self._words[self._slots[name]] = value
+
+    def close(self) -> None:
+        self._words.release()
+        self._memory.close()
+
+    def unlink(self) -> None:
+        """Remove the file; processes that have it open keep their view."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _reset(self) -> None:
+        for name, (_, start) in WORDS.items():
+            self.set(name, start)
+        self._words[0] = _MAGIC
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)

@@ -1,0 +1,182 @@
+"""RLSample as bytes: message frames between processes, and records in a ring. No pickle.
+
+A message is a list of frames, one header and one frame a sample:
+
+    header   magic | version | msgpack [[num_tokens, num_trained, size_bytes, crc, [scalars]], ...] | crc
+    sample   the arrays of samples.ARRAY_FIELDS one after the other, each padded to 8 bytes
+
+The header's CRC covers the CRC of every frame, so it is the checksum of the whole: a frame that was cut, flipped,
+swapped with another, left out or taken from another message raises CodecError. A ring record is the same arrays
+behind a prefix that holds the scalars; the ring keeps its CRC in the slot.
+"""
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from accerl_mp.samples import ARRAY_FIELDS, SCALAR_FIELDS, RLSample, SampleError
+
+MAGIC = b"ACRL"
+FORMAT_VERSION = 1
+MAX_TOKENS = 1 << 26
+"""Refused above this: a damaged length must not become an allocation of gigabytes."""
+
+_ALIGN = 8
+_PREFIX = struct.Struct("<4sHHII")
+"""Of a message's header (magic, version, 0, number of samples, 0) and of a record (magic, version, scalars, T, R)."""
+_CRC = struct.Struct("<I")
+_ARRAYS = tuple((name, np.dtype(dtype).newbyteorder("<")) for name, dtype in ARRAY_FIELDS.items())
+_TRAINED = frozenset(("response_ids", "output_versions"))
+_CASTS = tuple({f.name: f.type for f in fields(RLSample)}[name] for name in SCALAR_FIELDS)
+_PADDING = bytes(_ALIGN)
+
+Frame = bytes | bytearray | memoryview
+
+
+class CodecError(ValueError):
+    """Frames that are not, or no longer, what encode_samples wrote. Says which frame and what is wrong with it."""
+
+
+def encode_samples(samples: Sequence[RLSample]) -> list[bytes]:
+    """Frames of one message: a header, then one frame a sample."""
+    bodies = [b"".join(_array_buffers(sample)) for sample in samples]
+    rows = [
+        [len(sample.input_ids), len(sample.response_ids), len(body), zlib.crc32(body), _scalars(sample)]
+        for sample, body in zip(samples, bodies, strict=True)
+    ]
+    content = _PREFIX.pack(MAGIC, FORMAT_VERSION, 0, len(rows), 0) + msgpack.packb(rows)
+    return [content + _CRC.pack(zlib.crc32(content)), *bodies]
+
+
+def decode_samples(frames: Sequence[Frame]) -> list[RLSample]:
+    """The samples of encode_samples' frames, validated. Their arrays are views of the frames.
+
+    Raises CodecError for frames that are damaged or foreign, SampleError for a sample that was wrong when encoded.
+    """
+    if not frames:
+        raise CodecError("no frames: expected a header")
+    rows = _decode_header(memoryview(frames[0]).cast("B"))
+    if len(rows) != len(frames) - 1:
+        raise CodecError(f"header lists {len(rows)} samples, got {len(frames) - 1} frames")
+    return [_decode_frame(index, row, memoryview(frame).cast("B")) for index, (row, frame) in enumerate(zip(rows, frames[1:], strict=True))]
+
+
+def sample_size_bytes(sample: RLSample) -> int:
+    """Bytes of the sample's ring record."""
+    return _PREFIX.size + _padded(len(_pack_scalars(sample))) + _body_size(len(sample.input_ids), len(sample.response_ids))
+
+
+def encode_sample(sample: RLSample) -> list[Frame]:
+    """Buffers which, one after the other, are the sample's ring record."""
+    scalars = _pack_scalars(sample)
+    prefix = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(scalars), len(sample.input_ids), len(sample.response_ids))
+    return [prefix, scalars, _PADDING[: -len(scalars) % _ALIGN], *_array_buffers(sample)]
+
+
+def decode_sample(record: Frame) -> RLSample:
+    """The sample of a ring record, validated. Its arrays are views of `record`, so give it a private copy."""
+    view = memoryview(record).cast("B")
+    if len(view) < _PREFIX.size:
+        raise CodecError(f"record of {len(view)} bytes is cut")
+    magic, version, scalars_size, num_tokens, num_trained = _PREFIX.unpack_from(view)
+    _check_format("record", magic, version)
+    start = _PREFIX.size + _padded(scalars_size)
+    if start > len(view):
+        raise CodecError(f"record of {len(view)} bytes is cut")
+    scalars = _unpack(view[_PREFIX.size : _PREFIX.size + scalars_size], "record")
+    return _build("record", num_tokens, num_trained, scalars, view[start:])
+
+
+def max_record_bytes(num_tokens: int) -> int:
+    """Bytes that a record of `num_tokens` takes at most (every token trained, scalars at their longest)."""
+    return _PREFIX.size + 128 + _body_size(num_tokens, num_tokens)
+
+
+def _array_buffers(sample: RLSample) -> list[Frame]:
+    buffers: list[Frame] = []
+    for name, dtype in _ARRAYS:
+        array = np.ascontiguousarray(getattr(sample, name))
+        if array.dtype != dtype:
+            raise SampleError(name, dtype.name, array.dtype.name)
+        buffers.append(memoryview(array).cast("B") if len(array) else b"")
+        if padding := -array.nbytes % _ALIGN:
+            buffers.append(_PADDING[:padding])
+    return buffers
+
+
+def _scalars(sample: RLSample) -> list[Any]:
+    return [cast(getattr(sample, name)) for name, cast in zip(SCALAR_FIELDS, _CASTS, strict=True)]
+
+
+def _pack_scalars(sample: RLSample) -> bytes:
+    return msgpack.packb(_scalars(sample))
+
+
+def _decode_header(frame: memoryview) -> list[Any]:
+    if len(frame) < _PREFIX.size + _CRC.size:
+        raise CodecError(f"header of {len(frame)} bytes is cut")
+    magic, version, _, num_samples, _ = _PREFIX.unpack_from(frame)
+    _check_format("header", magic, version)
+    content = frame[: -_CRC.size]
+    if zlib.crc32(content) != _CRC.unpack(frame[-_CRC.size :])[0]:
+        raise CodecError("header: checksum differs, it was cut or changed")
+    rows = _unpack(content[_PREFIX.size :], "header")
+    if not isinstance(rows, list) or len(rows) != num_samples:
+        raise CodecError(f"header: expected {num_samples} rows")
+    return rows
+
+
+def _decode_frame(index: int, row: Any, frame: memoryview) -> RLSample:
+    name = f"frame {index + 1}"
+    if not isinstance(row, list) or len(row) != 5:
+        raise CodecError(f"{name}: its row in the header has another form")
+    num_tokens, num_trained, size_bytes, crc, scalars = row
+    if len(frame) != size_bytes:
+        raise CodecError(f"{name}: expected {size_bytes} bytes, got {len(frame)}")
+    if zlib.crc32(frame) != crc:
+        raise CodecError(f"{name}: checksum differs, it was changed, swapped or comes from another message")
+    return _build(name, num_tokens, num_trained, scalars, frame)
+
+
+def _build(name: str, num_tokens: Any, num_trained: Any, scalars: Any, body: memoryview) -> RLSample:
+    if not all(isinstance(n, int) and 0 <= n <= MAX_TOKENS for n in (num_tokens, num_trained)):
+        raise CodecError(f"{name}: impossible lengths {num_tokens!r}, {num_trained!r}")
+    if len(body) != (expected := _body_size(num_tokens, num_trained)):
+        raise CodecError(f"{name}: {num_tokens} tokens, {num_trained} trained, need {expected} bytes, got {len(body)}")
+    if not isinstance(scalars, list) or [type(value) for value in scalars] != list(_CASTS):
+        raise CodecError(f"{name}: scalars are not those of an RLSample")
+    values: dict[str, Any] = dict(zip(SCALAR_FIELDS, scalars, strict=True))
+    offset = 0
+    for field, dtype in _ARRAYS:
+        count = num_trained if field in _TRAINED else num_tokens
+        values[field] = np.frombuffer(body, dtype=dtype, count=count, offset=offset)
+        offset += _padded(count * dtype.itemsize)
+    return RLSample(**values).validate()
+
+
+def _body_size(num_tokens: int, num_trained: int) -> int:
+    return sum(_padded((num_trained if name in _TRAINED else num_tokens) * dtype.itemsize) for name, dtype in _ARRAYS)
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGN) * _ALIGN
+
+
+def _check_format(name: str, magic: bytes, version: int) -> None:
+    if magic != MAGIC:
+        raise CodecError(f"{name}: starts with {magic!r}, not with {MAGIC!r}: not a message of accerl_mp")
+    if version != FORMAT_VERSION:
+        raise CodecError(f"{name}: format version {version}, this build reads {FORMAT_VERSION}")
+
+
+def _unpack(data: memoryview, name: str) -> Any:
+    try:
+        return msgpack.unpackb(data, use_list=True, strict_map_key=True)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise CodecError(f"{name}: not msgpack: {error}") from error
+

@@ -1,0 +1,49 @@
+"""The three ways in which waiting ends without what was waited for. All are picklable. Standard library only."""
+
+from pathlib import Path
+
+
+class Closed(Exception):
+    """The run ends normally: leave, this is no error."""
+
+
+class PeerLost(RuntimeError):
+    """A process that this one needs is gone and the run cannot go on."""
+
+    def __init__(self, role: str, exit_code: int | None, log_file: str, detail: str = "") -> None:
+        super().__init__(role, exit_code, log_file, detail)
+        self.role, self.exit_code, self.log_file, self.detail = role, exit_code, log_file, detail
+
+    def __str__(self) -> str:
+        code = "" if self.exit_code is None else f" (exit code {self.exit_code})"
+        log = f", log file {self.log_file}" if self.log_file else ""
+        return f"lost {self.role}{code}{log}" + (f": {self.detail}" if self.detail else "")
+
+    def save(self, path: Path) -> None:
+        """Write it as text, for processes that learn of it from the board (`failed`) and for people."""
+        code = "" if self.exit_code is None else self.exit_code
+        temporary = path.with_name(path.name + ".new")
+        temporary.write_text(f"role: {self.role}\nexit code: {code}\nlog file: {self.log_file}\n\n{self.detail}\n")
+        temporary.rename(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "PeerLost":
+        """Read what `save` wrote; a missing file gives a nameless one."""
+        if not path.exists():
+            return cls("a process of the run", None, "", f"{path} is missing")
+        head, _, detail = path.read_text().partition("\n\n")
+        fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
+        code = fields.get("exit code", "").strip()
+        return cls(fields.get("role", "?"), int(code) if code else None, fields.get("log file", ""), detail.strip())
+
+
+class DeadlineExpired(TimeoutError):
+    """A named wait took longer than its flag allows."""
+
+    def __init__(self, who: str, what: str, since_s: float, flag: str = "") -> None:
+        super().__init__(f"{who} waited {since_s:.0f} s for {what}" + (f"; {flag} sets this limit" if flag else ""))
+        self.who, self.what, self.since_s, self.flag = who, what, since_s, flag
+
+    def __reduce__(self) -> tuple:
+        # OSError keeps two arguments of four, so its own pickling would lose the rest.
+        return DeadlineExpired, (self.who, self.what, self.since_s, self.flag)

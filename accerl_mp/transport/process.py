@@ -1,0 +1,181 @@
+"""The entry of every process: arguments, title, log, signals, heartbeat, and its one place that catches everything.
+
+# accerl_mp/rollout/__main__.py
+run_process("rollout", main)            # python -m accerl_mp.rollout --run-dir DIR --index 3
+"""
+
+import argparse
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+import setproctitle
+
+from accerl_mp import debugging, log
+from accerl_mp.config import Config
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport.board import Board
+from accerl_mp.transport.errors import Closed, PeerLost
+from accerl_mp.transport.health import PARENT_PID, Health, HealthTable, is_alive
+
+_ATTACH_TIMEOUT_S = 60.0
+_BEAT_S = 1.0
+_GRACE_S = {"failed": 10.0, "stop": 25.0}
+"""How long a process may go on after the run has failed or was asked to stop: its main thread may be stuck in a collective."""
+_PR_SET_PDEATHSIG = 1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Process:
+    """What a role's `main` gets."""
+
+    role: str
+    index: int
+    paths: RunPaths
+    config: Config
+    health: Health
+    board: Board
+    stacks: TextIO
+    """The log again, for faulthandler, which needs a file of its own."""
+
+    @property
+    def name(self) -> str:
+        """Example: "rollout/3"."""
+        return f"{self.role}/{self.index}"
+
+
+def run_process(role: str, main: Callable[[Process], None], argv: list[str] | None = None) -> NoReturn:
+    """Run `main` as a process of the run in `--run-dir`, and exit: 0 at a normal end (return or Closed), 1 otherwise.
+
+    waits for      the supervisor's health table and board, at most 60 s
+    at the end     SIGTERM, SIGINT or the board make the next `wait.check()` raise Closed
+    a dead parent  takes this process along (SIGKILL); a dead supervisor ends it within 10 s
+    """
+    process = _open(role, argv)
+    stop_beating = threading.Event()
+    heart = threading.Thread(target=_beat, args=(process, stop_beating), name="heartbeat", daemon=True)
+    heart.start()
+    code = _run(process, main)
+    stop_beating.set()
+    heart.join()
+    logging.shutdown()
+    sys.exit(code)
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Let the kernel kill this process when the thread that started it ends. Exits at once if `parent_pid` is gone already.
+
+    Not inherited: each process calls it for itself.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _open(role: str, argv: list[str] | None) -> Process:
+    parser = argparse.ArgumentParser(f"accerl_mp.{role}")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--index", type=int, default=0)
+    args = parser.parse_args(argv)
+    if parent := os.environ.get(PARENT_PID):
+        die_with_parent(int(parent))
+    name, paths = f"{role}/{args.index}", RunPaths(args.run_dir)
+    setproctitle.setproctitle(f"accerl {name}")
+    config = Config.load(paths.args)
+    log.setup(paths, role, args.index, config.metrics.log_level)
+    stacks = _dump_stacks_on_usr1(paths.log(role, args.index))
+    health = _attach(paths, name)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: health.request_stop())
+    health.enter()
+    debugging.install(name, args.run_dir, hold=health.table.hold, let_go=health.table.let_go)
+    return Process(role, args.index, paths, config, health, health.board, stacks)
+
+
+def _attach(paths: RunPaths, name: str) -> Health:
+    """The supervisor makes both files before it starts a role, but trainer ranks start beside it.
+
+    waits for      a table whose supervisor lives (a killed run leaves its own behind), at most 60 s
+    """
+    deadline = time.monotonic() + _ATTACH_TIMEOUT_S
+    while True:
+        try:
+            table = HealthTable.attach(paths.health)
+        except FileNotFoundError:
+            table = None
+        if table is not None and not _has_lost_supervisor(table):
+            # The board is made before the table, so this is the same run's.
+            return Health(name, table=table, board=Board.attach(paths.board), run_dir=paths.run_dir)
+        if time.monotonic() > deadline:
+            raise PeerLost("supervisor/0", None, str(paths.log("supervisor", 0)), f"{paths.health} never appeared")
+        time.sleep(0.05)
+
+
+def _dump_stacks_on_usr1(log_file: Path) -> TextIO:
+    """Returns the file that must stay open: faulthandler keeps its bare descriptor."""
+    file = log_file.open("a")
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+    return file
+
+
+def _run(process: Process, main: Callable[[Process], None]) -> int:
+    health = process.health
+    try:
+        if debugging.wanted_at_start(process.name):
+            breakpoint()
+        main(process)
+    except Closed as end:
+        _log.info("ends: %s", end or "closed")
+    except PeerLost as lost:
+        # The cascade, not the cause: the supervisor reports that.
+        _log.info("ends: %s", lost)
+        health.set_state("ended")
+        return 1
+    except Exception as error:
+        _log.exception("failed: %s: %s", type(error).__name__, error)
+        health.fail(error)
+        return 1
+    health.set_state("ended")
+    return 0
+
+
+def _beat(process: Process, stop: threading.Event) -> None:
+    """Show that this process lives, and end it if its main thread does not leave in time when the run is over."""
+    health, over_since = process.health, None
+    while not stop.wait(_BEAT_S):
+        health.beat()
+        if health.lost is None and _has_lost_supervisor(health.table):
+            health.lost = PeerLost("supervisor/0", None, str(process.paths.log("supervisor", 0)), "it died without a word")
+        if (grace_s := _grace_s(health)) is None:
+            continue
+        now = health.table.clock()
+        over_since = over_since or now
+        if now - over_since > grace_s:
+            _log.warning("did not leave within %.0f s of the run's end: exits hard", grace_s)
+            faulthandler.dump_traceback(process.stacks, all_threads=True)
+            os._exit(1)
+
+
+def _has_lost_supervisor(table: HealthTable) -> bool:
+    if "supervisor/0" not in table.names:
+        return False
+    pid = int(table.word(table.row_of("supervisor/0"), "pid"))
+    return pid != 0 and not is_alive(pid)
+
+
+def _grace_s(health: Health) -> float | None:
+    if health.lost is not None or health.board.get("failed"):
+        return _GRACE_S["failed"]
+    return _GRACE_S["stop"] if health.board.get("stop") else None

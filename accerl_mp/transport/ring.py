@@ -1,0 +1,141 @@
+"""SharedRing: a trainer rank's samples, in one file in /dev/shm. One writer (ingest), one reader (the rank), any watchers.
+
+There is no compare-and-swap on a mapped file, so every word has one owner (ring_memory.py) and nobody takes a lock:
+
+    put      fill slots and pages, then store the group's last sequence in COMMITTED: a whole group appears, or nothing
+    read     copy the record, then look at slot and sequence again (a seqlock), then at the CRC
+    release  the reader stores the record's sequence beside the slot; the writer takes slot and pages back at its next put
+
+A file in /dev/shm and mmap, not multiprocessing.shared_memory: its resource tracker unlinks segments under their owner.
+"""
+
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from accerl_mp.samples import RLSample
+from accerl_mp.transport import ring_memory as at
+from accerl_mp.transport.codec import CodecError, decode_sample
+from accerl_mp.transport.ring_memory import RingMemory
+from accerl_mp.transport.ring_view import READER_REASONS, RingView
+from accerl_mp.transport.ring_writer import RingWriter
+
+_COLUMNS = [at.SEQUENCE, at.GROUP_ID, at.GROUP_FIRST, at.GROUP_SIZE, at.TOKENS, at.TRAINED, at.OLDEST, at.NEWEST, at.EPISODE_ID, at.GAME_ID]
+
+
+class ReadySample(NamedTuple):
+    """A record that can be read: what is known without reading it."""
+
+    slot: int
+    uses: int
+    """Times that mark_used was called for it."""
+    sequence: int
+    """Grows from put to put over the life of the ring."""
+    group_id: int
+    group_first: int
+    """Sequence of the group's first record; with `group_size` it tells which records belong together."""
+    group_size: int
+    num_tokens: int
+    num_trained: int
+    """Trained tokens."""
+    oldest_version: int
+    newest_version: int
+    episode_id: int
+    game_id: int
+
+
+class RingReader(RingView):
+    """The one process that trains on the samples.
+
+    `ready()` lists, `read()` copies one out, `mark_used()` says that it was trained once more, `release()` gives it back.
+    A listed record stays until it is released, except in a ring whose writer evicts: then read() may return None.
+    """
+
+    def __init__(self, memory: RingMemory) -> None:
+        super().__init__(memory)
+        memory.lock(1)
+
+    @property
+    def num_wanted(self) -> int:
+        return super().num_wanted
+
+    @num_wanted.setter
+    def num_wanted(self, number: int) -> None:
+        self.memory.reader[at.WANTED] = number
+
+    def ready(self) -> list[ReadySample]:
+        """Every record that can be read, oldest first."""
+        slots, rows = self.live()
+        order = np.argsort(rows[:, at.SEQUENCE])
+        columns = [slots[order], self.uses(slots, rows)[order], *rows[order][:, _COLUMNS].T]
+        return [ReadySample(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def read(self, ready: ReadySample) -> RLSample | None:
+        """A private copy of the record. None, and counted, if it was evicted meanwhile ("lost") or is damaged ("torn", then released)."""
+        row = self.memory.slots[ready.slot].copy()
+        pages = np.array(self.memory.pages_of(row), np.intp)
+        record = self.memory.arena[pages].reshape(-1)[: row[at.SIZE_BYTES]]
+        if not self._still_holds(ready):
+            self._count("lost", 1, ready.num_tokens)
+            return None
+        if zlib.crc32(record) != row[at.CRC]:
+            self.release(ready, "torn")
+            return None
+        try:
+            return decode_sample(record.data)
+        except CodecError:
+            self.release(ready, "torn")
+            return None
+
+    def mark_used(self, ready: ReadySample) -> int:
+        """Count one more training of it. Returns how often it was used now."""
+        self.memory.reader[at.USES] += 1
+        used = int(self.memory.marks[ready.slot, at.USED])
+        before = used & at.MAX_USES if used >> at.USE_BITS == ready.sequence else 0
+        if self._still_holds(ready):
+            self.memory.marks[ready.slot, at.USED] = ready.sequence << at.USE_BITS | min(before + 1, at.MAX_USES)
+        return before + 1
+
+    def release(self, ready: ReadySample, reason: str) -> None:
+        """Give its slot back; `reason` is one of READER_REASONS. A second release of the same record changes nothing."""
+        if reason not in READER_REASONS:
+            raise ValueError(f"reason {reason!r} is none of {READER_REASONS}")
+        if self.memory.marks[ready.slot, at.RELEASED] == ready.sequence or not self._still_holds(ready):
+            return
+        self._count(reason, 1, ready.num_tokens)
+        # Last: the writer may reuse the slot from here on.
+        self.memory.marks[ready.slot, at.RELEASED] = ready.sequence
+
+    def _still_holds(self, ready: ReadySample) -> bool:
+        slot = self.memory.slots[ready.slot]
+        return bool(slot[at.STATE] == at.READY and slot[at.SEQUENCE] == ready.sequence)
+
+    def _count(self, reason: str, number: int, num_tokens: int) -> None:
+        index = at.READER_COUNTERS + 2 * READER_REASONS.index(reason)
+        self.memory.reader[index] += number
+        self.memory.reader[index + 1] += num_tokens
+
+
+class SharedRing(RingView):
+    """A ring as a watcher opens it, and the way to open it as writer or reader."""
+
+    @staticmethod
+    def create(path: Path, capacity: int, size_bytes: int) -> None:
+        """Make the file, for `capacity` samples of `size_bytes` in all. RingError if it is there or /dev/shm is too small."""
+        at.create_file(path, capacity=capacity, size_bytes=size_bytes)
+
+    @staticmethod
+    def attach_writer(path: Path, *, evict_used: bool = False) -> "RingWriter":
+        """Become the writer; what a killed one left half done is put right. RingBusy while another lives."""
+        return RingWriter(RingMemory(path), evict_used=evict_used)
+
+    @staticmethod
+    def attach_reader(path: Path) -> "RingReader":
+        """Become the reader. FileNotFoundError before the ring was made, RingBusy while another reader lives."""
+        return RingReader(RingMemory(path))
+
+    @staticmethod
+    def watch(path: Path) -> "SharedRing":
+        return SharedRing(RingMemory(path))

@@ -1,0 +1,165 @@
+"""The writing side of a ring (`ring.py` says how the sides work together)."""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from accerl_mp.samples import RLSample
+from accerl_mp.transport import ring_memory as at
+from accerl_mp.transport.codec import encode_sample, sample_size_bytes
+from accerl_mp.transport.ring_memory import RingError, RingMemory
+from accerl_mp.transport.ring_view import WRITER_REASONS, RingView
+
+
+class RingWriter(RingView):
+    """The one process that puts.
+
+    when full      try_put_group returns False and nothing changes; with `evict_used` the oldest used group makes room
+    unblocked by   the reader's release
+    a dead writer  leaves an uncommitted group, which nobody ever sees; the next writer takes its slots and pages
+    """
+
+    def __init__(self, memory: RingMemory, *, evict_used: bool) -> None:
+        super().__init__(memory)
+        memory.lock(0)
+        self.evict_used = evict_used
+        self._pages: dict[int, list[int]] = {}
+        """Slot: its pages, for every slot that is taken."""
+        self._recover()
+
+    def try_put_group(self, samples: Sequence[RLSample]) -> bool:
+        """Put a whole group, or nothing. True as well for a group that was put before (counted as a double)."""
+        if not samples or len({sample.group_id for sample in samples}) != 1:
+            raise ValueError(f"a group is one or more samples of one group_id, got {[sample.group_id for sample in samples]}")
+        if self.has_group(samples[0].group_id):
+            self._count("double", 1, 0)
+            return True
+        if not self._make_room(len(samples), sum(at.pages_for(sample_size_bytes(sample)) for sample in samples)):
+            self._count("blocked", 1, 0)
+            return False
+        # Encoded before anything is touched: a sample that cannot be encoded must not leave a slot half taken.
+        records = [b"".join(encode_sample(sample)) for sample in samples]
+        first = self._next_sequence
+        for index, (slot, record, sample) in enumerate(zip(self._free_slots(len(samples)), records, samples, strict=True)):
+            self._write(slot, record, sample, sequence=first + index, group=[first, len(samples)])
+        self._commit(samples[0].group_id, first + len(samples) - 1)
+        self._count("committed", len(samples), sum(len(sample) for sample in samples))
+        return True
+
+    def remember_group(self, group_id: int) -> None:
+        """Note a group that leaves no samples (without signal, failed), so that it is not taken again either."""
+        if not self.has_group(group_id):
+            self._commit(group_id, self._next_sequence)
+
+    def has_group(self, group_id: int) -> bool:
+        return group_id in self._known
+
+    @property
+    def next_number(self) -> int:
+        return super().next_number
+
+    @next_number.setter
+    def next_number(self, number: int) -> None:
+        self.memory.writer[at.NEXT_NUMBER] = number
+
+    def _make_room(self, num_slots: int, num_pages: int) -> bool:
+        if num_slots > self.capacity or num_pages > self.memory.num_pages:
+            group = f"a group of {num_slots} samples in {num_pages} pages of {at.PAGE_BYTES} bytes"
+            ring = f"{self.capacity} slots and {self.memory.num_pages} pages"
+            raise RingError(f"{self.path} can never hold {group}: it has {ring}; raise --replay-capacity or --replay-bytes")
+        self._reclaim()
+        while self.capacity - len(self._pages) < num_slots or len(self._free_pages) < num_pages:
+            if not self.evict_used or not self._evict_oldest_used():
+                return False
+        return True
+
+    def _reclaim(self) -> None:
+        """Take back what the reader has released."""
+        released = self.memory.marks[:, at.RELEASED] == self.memory.slots[:, at.SEQUENCE]
+        for slot in np.flatnonzero(released & (self.memory.slots[:, at.STATE] == at.READY)).tolist():
+            self._free(slot, at.FREE)
+
+    def _evict_oldest_used(self) -> bool:
+        """Free the oldest group whose samples were all used, else the oldest of which one was."""
+        slots, rows = self.live()
+        is_used = self.uses(slots, rows) > 0
+        some = set(rows[is_used, at.GROUP_FIRST].tolist())
+        if not some:
+            return False
+        oldest = min((some - set(rows[~is_used, at.GROUP_FIRST].tolist())) or some)
+        in_group = rows[:, at.GROUP_FIRST] == oldest
+        self._evict(slots[in_group].tolist())
+        self._count("evicted", int(in_group.sum()), int(rows[in_group, at.TOKENS].sum()))
+        return True
+
+    def _evict(self, slots: list[int]) -> None:
+        # All states before any page is given away: a death in between leaves a mark on the group (see _recover).
+        for slot in slots:
+            self.memory.slots[slot, at.STATE] = at.EVICTED
+        for slot in slots:
+            self._free(slot, at.EVICTED)
+
+    def _free(self, slot: int, state: int) -> None:
+        self.memory.slots[slot, at.STATE] = state
+        self._free_pages.extend(self._pages.pop(slot))
+
+    def _free_slots(self, count: int) -> list[int]:
+        free = np.ones(self.capacity, bool)
+        free[list(self._pages)] = False
+        return np.flatnonzero(free)[:count].tolist()
+
+    def _write(self, slot: int, record: bytes, sample: RLSample, *, sequence: int, group: list[int]) -> None:
+        row = self.memory.slots[slot]
+        # WRITING and the new sequence first: a reader that still copies the old record sees that it is gone.
+        row[at.STATE], row[at.SEQUENCE] = at.WRITING, sequence
+        pages = self._pages[slot] = [self._free_pages.pop() for _ in range(at.pages_for(len(record)))]
+        self._write_pages(pages, record)
+        versions = [sample.output_versions.min(), sample.output_versions.max()]
+        place = [sample.group_id, pages[0], len(record), zlib.crc32(record)]
+        about = [len(sample), sample.num_trained, *versions, sample.episode_id, sample.game_id]
+        row[at.GROUP_FIRST : at.SLOT_END] = [*group, *place, *about]
+        row[at.STATE] = at.READY
+
+    def _write_pages(self, pages: list[int], record: bytes) -> None:
+        self.memory.chain[pages[:-1]] = pages[1:]
+        num_full = len(record) // at.PAGE_BYTES
+        cut = num_full * at.PAGE_BYTES
+        self.memory.arena[pages[:num_full]] = np.frombuffer(record, np.uint8, cut).reshape(num_full, at.PAGE_BYTES)
+        if cut < len(record):
+            self.memory.arena[pages[-1], : len(record) - cut] = np.frombuffer(record, np.uint8, offset=cut)
+
+    def _commit(self, group_id: int, last_sequence: int) -> None:
+        """The group becomes visible, and its id a known one, with one store."""
+        entry = self.memory.recent[self._recent_at]
+        if entry[1]:
+            self._known.discard(int(entry[0]))
+        entry[1] = last_sequence  # not committed yet, so neither is the id that comes next
+        entry[0] = group_id
+        self.memory.writer[at.COMMITTED] = last_sequence
+        self._known.add(group_id)
+        self._recent_at = (self._recent_at + 1) % at.NUM_RECENT
+        self._next_sequence = last_sequence + 1
+
+    def _count(self, reason: str, number: int, num_tokens: int) -> None:
+        index = at.WRITER_COUNTERS + 2 * WRITER_REASONS.index(reason)
+        self.memory.writer[index] += number
+        self.memory.writer[index + 1] += num_tokens
+
+    def _recover(self) -> None:
+        """Start from what the file says, after a writer that ended anywhere."""
+        memory, slots = self.memory, self.memory.slots
+        committed = int(memory.writer[at.COMMITTED])
+        half_written = (slots[:, at.STATE] == at.WRITING) | (slots[:, at.SEQUENCE] > committed)
+        slots[half_written, at.STATE] = at.FREE
+        evicted = slots[slots[:, at.STATE] == at.EVICTED, at.GROUP_FIRST]
+        half_evicted = (slots[:, at.STATE] == at.READY) & np.isin(slots[:, at.GROUP_FIRST], evicted)
+        slots[half_evicted, at.STATE] = at.EVICTED
+        memory.recent[memory.recent[:, 1] > committed] = 0
+        self._next_sequence = max(committed, int(slots[:, at.SEQUENCE].max())) + 1
+        self._known = self.recent_group_ids
+        self._recent_at = (int(memory.recent[:, 1].argmax()) + 1) % at.NUM_RECENT if self._known else 0
+        for slot in np.flatnonzero(slots[:, at.STATE] == at.READY).tolist():
+            self._pages[slot] = memory.pages_of(slots[slot])
+        taken = {page for pages in self._pages.values() for page in pages}
+        self._free_pages = [page for page in reversed(range(memory.num_pages)) if page not in taken]

@@ -1,0 +1,44 @@
+"""A small real process for the supervisor's tests: `python -m tests.fake_role --run-dir DIR --index N`, FAKE_MODE in the environment."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from accerl_mp.transport.process import Process, run_process
+
+
+def main(process: Process) -> None:
+    mode = os.environ["FAKE_MODE"]
+    if mode == "die":
+        raise ValueError("no such weights")
+    if mode == "grandchild":
+        _start_grandchild(process.paths.run_dir)
+    if mode == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode != "never-ready":
+        process.health.set_state("running")
+    with (process.paths.run_dir / "order.txt").open("a") as file:
+        file.write(f"start {process.name} {os.getpid()}\n")
+    try:
+        with process.health.waiting("the test to end it", timeout_s=0) as wait:
+            while True:
+                if mode != "deaf":
+                    wait.check()
+                time.sleep(0.02)
+    finally:
+        with (process.paths.run_dir / "order.txt").open("a") as file:
+            file.write(f"end {process.name} {os.getpid()}\n")
+
+
+def _start_grandchild(run_dir: Path) -> None:
+    """As vLLM's EngineCore: in a session of its own, deaf to SIGTERM, and it does not notice its parent's death."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    (run_dir / "grandchild.pid").write_text(str(child.pid))
+
+
+if __name__ == "__main__":
+    run_process("fake", main)

@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Sets up the environment and runs the tests: `bash tests/run.sh [--full] [--setup-only] [pytest arguments]`.
+# The default leaves out the slow ones; --full runs all that a machine without a GPU can.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+marks="not slow and not gpu"
+arguments=()
+for word in "$@"; do
+    case $word in
+        --setup-only) exec bash launch.sh --placement cpu --setup-only ;;
+        --full) marks="not gpu" ;;
+        *) arguments+=("$word") ;;
+    esac
+done
+
+bash launch.sh --placement cpu --setup-only
+python=${ACCERL_PYTHON:-}
+if [ -z "$python" ]; then
+    # On a GPU machine launch.sh put the CPU stack beside the GPU stack.
+    python=$root/.venv/bin/python
+    if nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then python=$root/.venv-cpu/bin/python; fi
+fi
+export OMP_NUM_THREADS=1
+exec "$python" -m pytest -m "$marks" ${arguments[@]+"${arguments[@]}"}

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Stands for the environment's Python in tests of launch.sh (ACCERL_PYTHON): fakes what would start a run, notes what it was asked.
+# Its folder holds `code` (exit code of the run) and gets `calls`; the run folder is in it.
+here=$STUB_DIR
+printf '%s\n' "$*" >>"$here/calls"
+case $2 in
+    accerl_mp.launcher.prepare)
+        [ -e "$here/refuse" ] && exit 2
+        mkdir -p "$here/run dir"
+        printf "RUN_DIR='%s'\nNPROC=3\nRDZV_ENDPOINT=127.0.0.1:0\n" "$here/run dir" >"$4"
+        ;;
+    accerl_mp.launcher.torchrun)
+        echo "$$" >"$here/torchrun.pid"
+        trap 'echo TERM >>"$here/calls"; exit 1' TERM
+        while [ ! -e "$here/end" ]; do
+            if [ -e "$here/run dir/stop" ] && [ ! -e "$here/deaf" ]; then exit 0; fi
+            sleep 0.05
+        done
+        exit "$(cat "$here/code")"
+        ;;
+esac

@@ -1,0 +1,96 @@
+"""Exports: loadable, whole, replaced in one step, and harmless when they fail."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from trainer_cases import CPU, config_for, made_samples, sharded_model, single_rank, train_steps
+from transformers import AutoModelForCausalLM
+
+from accerl_mp.models.build import load_model
+from accerl_mp.trainer import checkpoint
+from accerl_mp.trainer.ranks import Ranks
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    joined = single_rank()
+    yield joined
+    joined.leave()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny.save_tiny(path)
+    return path
+
+
+def _export(model: torch.nn.Module, target: Path, folder: Path, **options: Any) -> Path | None:
+    config = config_for(folder, **options)
+    state = checkpoint.trainer_state(config, optimizer_step=3, round_number=2, policy_version=2)
+    return checkpoint.export(model, target, config, dtype=torch.float32, rank=0, state=state)
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("llama", False)])
+def test_an_export_loads_in_transformers_with_the_trained_weights(kind: str, tied: bool, tmp_path: Path, ranks: Ranks) -> None:
+    source, target = tmp_path / "model", tmp_path / "checkpoints" / "latest"
+    tiny.save_tiny(source, kind, tied=tied)
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json", "old.bin"):
+        (source / name).write_text(name)
+    config = config_for(source)
+    model = sharded_model(config)
+    train_steps(model, config, ranks, [[made_samples(4)]])
+    assert _export(model, target, source) == target
+    ids = torch.randint(0, 512, (1, 20))
+    expected = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(target).eval()(input_ids=ids).logits, expected, atol=1e-5, rtol=1e-5)
+    names = {path.name for path in target.iterdir()}
+    copied = {"generation_config.json", "tokenizer.json", "chat_template.jinja"}
+    assert names == copied | {"config.json", "model.safetensors", "trainer_state.json"}
+    state = json.loads((target / "trainer_state.json").read_text())
+    fields = {"optimizer_step", "train_micro_step", "fsdp_world_size", "train_mode", "rl_algorithm", "max_steps"}
+    assert fields | {"sync_every_optimizer_steps"} <= set(state)
+
+
+def test_an_export_replaces_the_one_before_in_one_step(folder: Path, tmp_path: Path) -> None:
+    model, target = load_model(config_for(folder), CPU), tmp_path / "latest"
+    _export(model, target, folder)
+    (target / "stale").write_text("")
+    _export(model, target, folder)
+    assert not (target / "stale").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest"]
+
+
+def test_a_full_disk_leaves_the_export_before(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    model, target = load_model(config_for(folder), CPU), tmp_path / "latest"
+    _export(model, target, folder)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    assert _export(model, target, folder) is None
+    assert "No space left on device" in caplog.text
+    assert (target / "model.safetensors").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest"]
+
+
+def test_a_large_export_is_split_and_indexed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 20_000)
+    model, target = load_model(config_for(folder), CPU), tmp_path / "latest"
+    _export(model, target, folder)
+    assert len(list(target.glob("model-*-of-*.safetensors"))) > 1
+    ids = torch.randint(0, 512, (1, 9))
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(target)(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_a_folder_of_its_own_for_each_step_where_the_name_is_empty(tmp_path: Path) -> None:
+    config = config_for(tmp_path, checkpoint_name="", checkpoint_dir=str(tmp_path))
+    assert checkpoint.export_folder(config, 12) == tmp_path / "step-000012"
+    assert checkpoint.export_folder(config, 12, is_final=True) == tmp_path / "step-000012-final"
+    assert checkpoint.export_folder(config_for(tmp_path, log_dir=str(tmp_path)), 12) == tmp_path / "checkpoints" / "latest"

@@ -1,0 +1,105 @@
+"""The inference process: token ids in and out, stop tokens, logprobs, salts, errors."""
+
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from engine_fixture import (  # noqa: F401 (fixtures)
+    ENDS_WITH_NEWLINE,
+    EOS,
+    NEWLINE,
+    InferenceRun,
+    RequestClient,
+    _write_tokenizer,
+    client,
+    engine,
+    greedy_of,
+)
+
+from accerl_mp.inference.stops import find_stop_ids
+from accerl_mp.inference.versions import VersionLedger
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def _prompt(seed: int, length: int = 40) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 500, length).tolist()
+
+
+def test_ledger_cuts_where_the_worker_says() -> None:
+    ledger = VersionLedger()
+    ledger.version = 4
+    for key in ("early", "late", "ended"):
+        ledger.start(key)
+    ledger.cut({"early": 3, "ended": 9}, 5)
+    ledger.cut({"early": 3, "late": 2, "ended": 9}, 6)
+    assert ledger.finish("early", 5) == [4, 4, 4, 6, 6]
+    assert ledger.finish("late", 4) == [5, 5, 6, 6]
+    assert ledger.finish("ended", 4) == [4] * 4, "a worker may have sampled past the end"
+    assert len(ledger) == 0
+
+
+@pytest.mark.parametrize(("text", "expected"), [("\\n", [EOS, NEWLINE, ENDS_WITH_NEWLINE]), ("", [EOS]), ("end", [EOS, ENDS_WITH_NEWLINE])])
+def test_stop_text_is_found_in_every_token_that_holds_it(tmp_path: Path, text: str, expected: list[int]) -> None:
+    _write_tokenizer(tmp_path / "tokenizer")
+    assert find_stop_ids(tmp_path / "tokenizer", text) == expected
+
+
+@pytest.mark.vllm
+def test_greedy_replies_equal_transformers(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    for seed in range(6):
+        reply = client.ask(_prompt(seed), max_tokens=16, temperature=0.0)
+        assert reply["ids"].tolist() == greedy_of(engine.model, _prompt(seed), 16)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_old_logprobs_are_the_models_at_that_temperature(engine: InferenceRun, client: RequestClient, temperature: float) -> None:  # noqa: F811
+    prompts = {
+        client.send(_prompt(seed, 20 + seed), max_tokens=12, temperature=temperature): _prompt(seed, 20 + seed) for seed in range(12)
+    }
+    for _ in range(12):
+        reply = client.receive()
+        ids = torch.tensor([prompts.pop(reply["id"]) + reply["ids"].tolist()])
+        with torch.no_grad():
+            expected = (engine.model(ids).logits[0, :-1] / temperature).log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        np.testing.assert_allclose(reply["logprobs"], expected[-len(reply["ids"]) :], atol=1e-4)
+        assert reply["versions"].tolist() == [engine.sync._version] * len(reply["ids"])
+
+
+@pytest.mark.vllm
+def test_replies_end_with_the_stop_token_or_at_the_length(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    stops, num_stopped = {EOS, NEWLINE, ENDS_WITH_NEWLINE}, 0
+    for seed in range(40):
+        client.send(_prompt(seed), max_tokens=100, temperature=2.0)
+    for _ in range(40):
+        reply = client.receive()
+        ids = reply["ids"].tolist()
+        assert len(ids) == len(reply["logprobs"]) == len(reply["versions"])
+        assert not stops & set(ids[:-1])
+        assert (reply["finish_reason"] == "stop") == (ids[-1] in stops)
+        assert reply["finish_reason"] == "stop" or len(ids) == 100
+        num_stopped += reply["finish_reason"] == "stop"
+    assert num_stopped > 5
+
+
+@pytest.mark.vllm
+def test_what_vllm_refuses_is_answered(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    for prompt, options in [
+        (_prompt(0, 300), {}),
+        ([], {}),
+        ([600], {}),
+        ([-1], {}),
+        (_prompt(0), {"max_tokens": 0}),
+        (_prompt(0), {"temperature": -1.0}),
+    ]:
+        reply = client.ask(prompt, **options)
+        assert reply["error"], (len(prompt), options)
+        assert len(reply["ids"]) == 0
+    client._socket.send(msgpack.packb({"id": 77, "prompt": "text"}))
+    assert "MessageError: request.episode_id" in client.receive()["error"]
+    client._socket.send(b"no msgpack at all")
+    assert client.receive()["id"] == -1
+    assert client.ask(_prompt(1))["error"] is None

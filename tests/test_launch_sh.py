@@ -1,0 +1,286 @@
+"""launch.sh: set-up, help, refusals, signals. Runs are faked by a stub Python; the real flow is tested elsewhere."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accerl_mp.launcher.summary import success_lines
+from accerl_mp.launcher.torchrun import torchrun_flags
+from accerl_mp.topology import RunPaths
+from tests import chat_fixture
+
+ROOT = Path(__file__).parent.parent
+
+
+def launch(*words: str, cwd: Path = ROOT, script: Path = ROOT / "launch.sh", **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PATH": os.environ["PATH"]} | variables
+    return subprocess.run(["bash", str(script), *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The script and the package in a folder with a space, with requirements that install nothing."""
+    root = tmp_path / "a clone"
+    root.mkdir()
+    shutil.copy(ROOT / "launch.sh", root)
+    (root / "accerl_mp").symlink_to(ROOT / "accerl_mp")
+    (root / "requirements-cpu.txt").write_text("# nothing\n")
+    (root / "requirements.txt").write_text("# nothing\n")
+    return root
+
+
+def test_help_lists_every_flag_and_needs_no_environment(copy: Path) -> None:
+    done = launch("--help", script=copy / "launch.sh", cwd=copy.parent)
+    assert done.returncode == 0, done.stderr
+    assert "--tw-game-dir" in done.stdout
+    assert "--versions" in done.stdout
+    assert not (copy / ".venv").exists()
+
+
+def test_a_failing_set_up_shows_the_end_of_pips_log_and_leaves_no_stamp(copy: Path) -> None:
+    (copy / "requirements-cpu.txt").write_text("no-such-package-anywhere==1.0\n")
+    done = launch("--setup-only", script=copy / "launch.sh", PIP_NO_INDEX="1")
+    assert done.returncode == 1
+    assert "installing the cpu stack into .venv" in done.stderr
+    assert "no-such-package-anywhere" in done.stderr
+    assert not (copy / ".venv/.stamp").exists()
+
+
+def functions(root: Path, code: str, *words: str) -> str:
+    """What `code` prints after the script's functions are defined."""
+    lines = (root / "launch.sh").read_text().splitlines()
+    assert lines[-1] == 'main "$@"'
+    (root / "functions.sh").write_text("\n".join(lines[:-1]) + "\n")
+    command = ["bash", "-c", f"source ./functions.sh; {code}", "launch.sh", *words]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_an_environment_that_is_up_to_date_starts_at_once_and_a_changed_requirement_is_seen(copy: Path) -> None:
+    (copy / ".venv/bin").mkdir(parents=True)
+    stamp = functions(copy, "choose_stack; stamp_of")
+    (copy / ".venv/.stamp").write_text(stamp)
+    start = time.monotonic()
+    done = launch("--setup-only", script=copy / "launch.sh")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - start < 5
+    (copy / "requirements-cpu.txt").write_text("another-one==1\n")
+    assert functions(copy, "choose_stack; stamp_of") != stamp
+
+
+def test_without_the_verified_python_it_stops_with_the_line_that_installs_it(copy: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "cat", "sha256sum", "cut", "dirname", "mkdir", "grep", "flock"):
+        (tools / tool).symlink_to(shutil.which(tool) or "/bin/false")
+    done = launch("--setup-only", script=copy / "launch.sh", PATH=str(tools), PYENV_ROOT="/nowhere", HOME="/nowhere")
+    assert done.returncode == 1
+    assert "Python 3.11 is needed (the cpu stack was verified on it)" in done.stderr
+    assert "apt-get install python3.11 python3.11-venv" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "expected"),
+    [
+        ([], False, "cpu .venv"),
+        ([], True, "gpu .venv"),
+        (["--placement", "cpu"], True, "cpu .venv-cpu"),
+        (["--placement=cpu", "--seed", "1"], True, "cpu .venv-cpu"),
+        (["@flags", "--seed", "1"], True, "cpu .venv-cpu"),
+        (["@flags", "--placement", "dedicated"], True, "gpu .venv"),
+    ],
+)
+def test_the_stack_follows_the_machine_and_the_placement(copy: Path, words: list[str], gpus: bool, expected: str) -> None:
+    (copy / "flags").write_text("# --placement colocated\n--placement cpu  # here\n--max-steps 1\n")
+    code = f'machine_has_gpu() {{ {str(gpus).lower()}; }}; choose_stack "$@"; echo $stack ${{venv##*/}}'
+    assert functions(copy, code, *words) == expected
+
+
+def test_versions_prints_the_stack() -> None:
+    done = launch("--versions", ACCERL_PYTHON=sys.executable, cwd=Path("/"))
+    assert done.returncode == 0, done.stderr
+    assert {"python", "torch", "transformers", "textworld", "pyzmq"} <= {line.split()[0] for line in done.stdout.splitlines()}
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
+    folder = tmp_path / "stub dir"
+    folder.mkdir()
+    (folder / "code").write_text("0")
+    return folder
+
+
+def start_stub(stub: Path, *words: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"ACCERL_PYTHON": str(ROOT / "tests/stub_python.sh"), "STUB_DIR": str(stub)}
+    command = ["bash", str(ROOT / "launch.sh"), *words]
+    return subprocess.Popen(command, env=environment, cwd=stub, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def calls(stub: Path) -> list[str]:
+    return (stub / "calls").read_text().splitlines()
+
+
+def test_flags_reach_prepare_as_typed_and_the_exit_code_is_the_runs(stub: Path) -> None:
+    (stub / "code").write_text("7")
+    (stub / "end").touch()
+    done = start_stub(stub, "--tw-game-dir", "a b", "--infer-stop", "")
+    assert done.wait(20) == 7
+    done.stderr.close()
+    prepare, torchrun, summary = calls(stub)
+    assert prepare.startswith("-m accerl_mp.launcher.prepare --answer ")
+    assert prepare.endswith(" -- --tw-game-dir a b --infer-stop ")
+    run = f"--run-dir {stub}/run dir"
+    assert torchrun == f"-m accerl_mp.launcher.torchrun {run} --nproc-per-node 3 --rdzv-endpoint 127.0.0.1:0"
+    assert summary == f"-m accerl_mp.launcher.summary {run} --exit-code 7"
+
+
+def test_without_arguments_it_runs_the_demo(stub: Path) -> None:
+    (stub / "end").touch()
+    done = start_stub(stub)
+    assert done.wait(20) == 0
+    done.stderr.close()
+    assert calls(stub)[0].endswith(" -- @accerl_mp/presets/demo.args")
+
+
+def test_a_refusal_starts_nothing(stub: Path) -> None:
+    (stub / "refuse").touch()
+    done = start_stub(stub, "--seed", "1")
+    assert done.wait(20) == 2
+    done.stderr.close()
+    assert len(calls(stub)) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_writes_the_stop_file_and_waits_for_the_run(stub: Path, number: signal.Signals, code: int) -> None:
+    run = start_stub(stub, "--seed", "1")
+    wait_until((stub / "torchrun.pid").exists)
+    run.send_signal(number)
+    assert run.wait(20) == code
+    run.stderr.close()
+    assert (stub / "run dir/stop").exists()
+    assert "TERM" not in calls(stub), "torchrun would cut a clean end short"
+    assert calls(stub)[-1].endswith(f"--exit-code {code}")
+
+
+def test_a_second_signal_hurries(stub: Path) -> None:
+    (stub / "deaf").touch()
+    run = start_stub(stub, "--seed", "1")
+    wait_until((stub / "torchrun.pid").exists)
+    run.send_signal(signal.SIGINT)
+    wait_until((stub / "run dir/stop").exists)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(20) == 130
+    run.stderr.close()
+    assert "TERM" in calls(stub)
+
+
+def test_ctrl_c_goes_to_the_process_whose_debugger_has_the_terminal(stub: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    run = start_stub(stub, "--seed", "1")
+    wait_until((stub / "torchrun.pid").exists)
+    (stub / "run dir/debugger.pid").write_text(str(holder.pid))
+    run.send_signal(signal.SIGINT)
+    assert holder.wait(10) in (-signal.SIGINT, 1, 130)
+    assert run.poll() is None
+    assert not (stub / "run dir/stop").exists()
+    (stub / "run dir/debugger.pid").unlink()
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(20) == 143
+    run.stderr.close()
+
+
+def prepare(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", str(tmp_path / "answer"), "--", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+@pytest.fixture
+def model_and_games(tmp_path: Path) -> list[str]:
+    """Flags of a folder that passes for a model and of one that passes for games: prepare opens neither weights nor games."""
+    from transformers import AutoConfig, PreTrainedTokenizerFast
+
+    model, games = tmp_path / "model", tmp_path / "games"
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=chat_fixture.build_fast(), eos_token="<|im_end|>", chat_template=chat_fixture.CHATML
+    )
+    tokenizer.save_pretrained(model)
+    AutoConfig.for_model("qwen3").save_pretrained(model)
+    (model / "model.safetensors").touch()
+    games.mkdir()
+    (games / "a.z8").touch()
+    (games / "a.json").touch()
+    return ["--model-path", "model", "--tw-game-dir", "games", "--log-dir", "a run"]
+
+
+def test_prepare_writes_the_run_folder(tmp_path: Path, model_and_games: list[str]) -> None:
+    done = prepare(tmp_path, *model_and_games)
+    assert done.returncode == 0, done.stderr
+    run_dir = tmp_path / "a run"
+    assert (tmp_path / "answer").read_text() == f"RUN_DIR='{run_dir}'\nNPROC=2\nRDZV_ENDPOINT=127.0.0.1:0\n"
+    args = json.loads((run_dir / "args.json").read_text())
+    assert (args["model_path"], args["placement"]) == (str(tmp_path / "model"), "cpu")
+    assert (run_dir / "command.txt").read_text() == "bash launch.sh --model-path model --tw-game-dir games --log-dir 'a run'\n"
+    assert "torch" in json.loads((run_dir / "versions.json").read_text())
+    meta = json.loads((run_dir / "tokenizer/meta.json").read_text())
+    assert meta["eos_token"] == "<|im_end|>"
+    assert (run_dir / "tokenizer/tokenizer.json").exists()
+
+
+def test_prepare_reports_all_problems_at_once_and_touches_nothing(tmp_path: Path, model_and_games: list[str]) -> None:
+    template = tmp_path / "thinking.jinja"
+    template.write_text(chat_fixture.THINKING)
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run/args.json").write_text("{}")
+    words = ["--replay-bytes", str(10**13), "--log-level", "loud", "--chat-template", str(template), "--max-length", "10"]
+    done = prepare(tmp_path, *model_and_games, *words)
+    assert done.returncode == 2
+    for part in (
+        "--replay-bytes",
+        "/dev/shm has",
+        "--log-level loud",
+        f"--chat-template {template}",
+        "--max-length 10",
+        "already holds a run",
+    ):
+        assert part in done.stderr
+    assert [path.name for path in (tmp_path / "a run").iterdir()] == ["args.json"]
+
+
+def test_a_model_without_a_template_gets_the_built_in_one_with_a_warning(tmp_path: Path, model_and_games: list[str]) -> None:
+    (tmp_path / "model/chat_template.jinja").unlink()
+    done = prepare(tmp_path, *model_and_games)
+    assert done.returncode == 0, done.stderr
+    assert "the built-in User/Assistant one is used" in done.stderr
+    assert "Assistant: " in (tmp_path / "a run/tokenizer/chat_template.jinja").read_text()
+
+
+def test_torchrun_uses_one_machine_and_a_free_port() -> None:
+    flags = torchrun_flags(4, "127.0.0.1:0")
+    assert flags[flags.index("--nproc-per-node") + 1] == "4"
+    assert flags[flags.index("--rdzv-endpoint") + 1] == "127.0.0.1:0"
+
+
+def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
+    (tmp_path / "command.txt").touch()
+    evaluations = {"eval_first": {"step": 0, "win_rate": 0.4}, "eval_last": {"step": 40, "win_rate": 0.925}}
+    text = "\n".join(success_lines(RunPaths(tmp_path), {"step": 40, "version": 41, "episodes": 1234, "training_s": 61.0, **evaluations}))
+    assert "finished: 40 optimizer steps" in text
+    assert "held-out win rate   0.40 before (step 0), 0.93 after (step 40)" in text
+    assert "1:01" in text
+    assert f"tensorboard --logdir {tmp_path}" in text

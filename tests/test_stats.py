@@ -1,0 +1,586 @@
+"""The stats process: reductions against hand-computed values, files read back, the sentence about the bottleneck."""
+
+import ast
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from accerl_mp.config import Config
+from accerl_mp.stats import tags
+from accerl_mp.stats.bottleneck import Situation, bottleneck, situation
+from accerl_mp.stats.collector import SETTLE_S, Collector
+from accerl_mp.stats.status import Status
+from accerl_mp.stats.windows import EpisodeWindow, RoundSums
+from accerl_mp.stats.writer import AppendFile, MetricFiles, flags_as_markdown, read_status
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport.board import Board
+from accerl_mp.transport.channels import MetricsSender
+from accerl_mp.transport.health import HealthTable
+
+REFERENCE_TAGS = """
+TextWorld/NormalizedScore TextWorld/WinRate TextWorld/InvalidActionRate Replay/FillRatio Replay/TrainSampleTrainerVersionLagMean
+Rollout/ActiveWorkers Train/Loss KL/OldNewK3TokenMean Train/LearningRate Train/TokensPerSec Train/OptimizerStepsPerSec Clip/PPOClipFrac
+Infer/TokensPerSec Sync/ElapsedSeconds TextWorld/EnvStepsMean Train/LossMeanAcrossRanks Train/PackTokenUtilization Train/PackSampleCount
+Train/PackMaxSequenceLength Train/PackCpuMilliseconds
+""".split()
+
+
+def episode(number: int = 0, **changes: Any) -> dict[str, Any]:
+    """An EpisodeRecord."""
+    record = {
+        "episode_id": number, "group_id": 0, "game_id": 0, "game": "a.z8", "kind": "train", "worker": 0, "won": False, "lost": False,
+        "truncated": False, "score": 0, "max_score": 1, "num_turns": 4, "num_env_steps": 3, "num_invalid": 1, "episode_return": 0.0,
+        "reward": 0.0, "num_tokens": 100, "num_trained": 10, "seconds": 2.0, "oldest_version": 0, "newest_version": 0,
+    }  # fmt: skip
+    return record | changes
+
+
+def collector_in(folder: Path, lines: list[str] | None = None, **flags: Any) -> tuple[Collector, MetricFiles]:
+    config = Config.from_flat({"grpo_group_size": 2, "placement": "cpu"} | flags)
+    files = MetricFiles(folder)
+    say = lines.append if lines is not None else print
+    collector = Collector(config, files, Status(folder), say=say)
+    collector.start_clock(0.0)
+    return collector, files
+
+
+def values(source: str = "trainer/0", **extra: Any) -> dict[str, Any]:
+    return {"kind": "values", "source": source} | extra
+
+
+def round_record(step: int, version: int, **extra: Any) -> dict[str, Any]:
+    return {"kind": "round", "source": "trainer/0", "step": step, "version": version, "time": 1000.0 + step} | extra
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def scalars_of(folder: Path, tag: str) -> list[tuple[int, float]]:
+    accumulator = EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+# The table
+
+
+def test_every_tag_of_the_reference_is_in_the_table() -> None:
+    assert len(REFERENCE_TAGS) == 20
+    assert [tag for tag in REFERENCE_TAGS if tag not in tags.TAGS] == []
+
+
+def test_every_row_is_complete_and_unique() -> None:
+    assert len(tags.TAGS) == len(tags._ROWS)
+    for tag in tags.TAGS.values():
+        assert tag.when in tags.CONDITIONS, tag
+        assert tag.unit, tag
+        assert tag.meaning, tag
+        assert not tag.name.startswith("Time/"), "Time/<role>/<phase> is declared once, by its form"
+
+
+def test_which_tags_apply_follows_from_the_settings() -> None:
+    grpo = tags.expected(Config.from_flat({"rl_algorithm": "grpo", "train_packing": "padded", "clip_mode": "gipo"}))
+    ppo = tags.expected(Config.from_flat({"rl_algorithm": "ppo", "train_packing": "varlen", "clip_mode": "ppo"}))
+    assert "GRPO/GroupRewardStd" in grpo - ppo
+    assert "PPO/RolloutTokenRewardMean" in ppo - grpo
+    assert {"Train/PackSampleCount", "Clip/PPOClipFrac"} <= ppo - grpo
+    assert {"TextWorld/WinRate", "Train/Loss", "Sync/ElapsedSeconds"} <= ppo & grpo
+    assert not {tag for tag in ppo | grpo if tag.startswith("Eval/")}, "an evaluation isn't part of every round"
+
+
+def test_every_tag_that_the_source_names_is_in_the_table() -> None:
+    """A role that sends a tag declares it: nothing reaches a reader without a unit and a meaning."""
+    form = re.compile(r"(TextWorld|Eval|Rollout|Ingest|GRPO|PPO|Replay|Train|KL|Clip|Infer|Sync|Stats)/[A-Z]\w+")
+    named = {
+        node.value
+        for path in Path(tags.__file__).parents[1].rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and form.fullmatch(node.value)
+    }
+    assert sorted(tag for tag in named if tags.lookup(tag) is None) == []
+    assert len(named) > 50
+
+
+def test_the_markdown_table_has_a_row_for_each_tag() -> None:
+    rows = tags.markdown().splitlines()
+    assert len(rows) == 2 + len(tags.TAGS) + 1
+    assert all(row.count("|") == 7 for row in rows)
+
+
+# Reductions
+
+
+def reduced(tag: str, *records: tuple[str, tuple[float, float, float]], round_s: float = 10.0) -> float:
+    sums = RoundSums()
+    for source, value in records:
+        sums.add_all({tag: value}, source, 0.0)
+    return sums.reduce(round_s)[tag]
+
+
+def test_a_mean_weights_each_record_by_its_count() -> None:
+    assert reduced("Train/Loss", ("trainer/0", (6.0, 3, 4.0)), ("trainer/1", (2.0, 1, 2.0))) == 2.0
+
+
+def test_a_ratio_divides_sums_by_sums() -> None:
+    # 8 of 10 slots and 1 of 30: not the mean of 0.8 and 0.033
+    assert reduced("Replay/FillRatio", ("ingest/0", (8, 10, 8)), ("ingest/0", (1, 30, 1))) == 9 / 40
+
+
+def test_sums_maxima_and_newest_values() -> None:
+    records = (("trainer/0", (4.0, 2, 3.0)), ("trainer/1", (5.0, 1, 5.0)), ("trainer/0", (1.0, 1, 1.0)))
+    assert reduced("Replay/Expired", *records) == 10.0
+    assert reduced("Replay/PolicyLagOldestMax", *records) == 5.0
+    assert reduced("Train/LearningRate", *records) == 1.0
+
+
+def test_a_rate_is_added_over_the_processes() -> None:
+    # Two engines: 300 tokens in 3 s, and 100 in 2 s.
+    records = (("inference/0", (100.0, 1, 0.0)), ("inference/0", (200.0, 2, 0.0)), ("inference/1", (100.0, 2, 0.0)))
+    assert reduced("Infer/TokensPerSec", *records) == 150.0
+
+
+def test_nothing_to_divide_by_gives_no_number() -> None:
+    sums = RoundSums()
+    sums.add("Train/Loss", "trainer/0", 0.0, 0)
+    assert sums.reduce(1.0) == {}
+
+
+def test_a_share_of_time_is_taken_from_the_wall_time_of_all_its_processes() -> None:
+    assert reduced("Time/trainer/wait", ("trainer/0", (6.0, 3, 4.0)), ("trainer/1", (2.0, 1, 2.0)), round_s=10.0) == 0.4
+
+
+def test_a_share_is_measured_from_report_to_report_and_is_at_most_one() -> None:
+    sums = RoundSums()
+    sums.add_all({"Time/rollout/env": (1.0, 1, 1.0)}, "rollout/0", now_s=100.0)
+    assert sums.reduce(10.0) == {"Time/rollout/env": 0.1}
+    sums.add_all({"Time/rollout/env": (6.0, 1, 1.0), "Time/rollout/reply": (90.0, 8, 20.0)}, "rollout/0", now_s=112.0)
+    assert sums.reduce(10.0) == {"Time/rollout/env": 0.5, "Time/rollout/reply": 1.0}
+
+
+def test_sums_start_again_after_a_round() -> None:
+    sums = RoundSums()
+    sums.add("Replay/Expired", "trainer/0", 3.0)
+    assert sums.reduce(1.0) == {"Replay/Expired": 3.0}
+    assert sums.reduce(1.0) == {}
+
+
+# The window
+
+
+def test_the_window_takes_ratios_of_sums() -> None:
+    window = EpisodeWindow(10, 600.0)
+    window.add(episode(1, won=True, score=3, max_score=3, num_turns=2, num_env_steps=2, num_invalid=0), 0.0)
+    window.add(episode(2, score=0, max_score=1, num_turns=8, num_env_steps=3, num_invalid=5, truncated=True), 0.0)
+    got = window.values(0.0)
+    assert got["TextWorld/WinRate"] == 0.5
+    assert got["TextWorld/NormalizedScore"] == 3 / 4
+    assert got["TextWorld/InvalidActionRate"] == 5 / 10
+    assert got["TextWorld/EnvStepsMean"] == 2.5
+    assert got["Rollout/TruncatedRate"] == 0.5
+    assert got["Rollout/TurnsMean"] == 5.0
+
+
+def test_old_episodes_leave_the_window() -> None:
+    window = EpisodeWindow(3, 600.0)
+    for number in range(6):
+        window.add(episode(number, won=number >= 3), 0.0)
+    assert window.values(0.0)["TextWorld/WinRate"] == 1.0
+    assert len(window) == 3
+
+
+def test_evaluation_episodes_never_enter_the_window() -> None:
+    window = EpisodeWindow(3, 600.0)
+    window.add(episode(1, kind="eval", won=True, worker=7), 0.0)
+    assert window.values(0.0) == {"Rollout/ActiveWorkers": 1.0, "Rollout/WindowEpisodes": 0.0}
+    window.add(episode(2, won=False), 0.0)
+    assert window.values(0.0)["TextWorld/WinRate"] == 0.0
+
+
+def test_a_silent_worker_is_not_active() -> None:
+    window = EpisodeWindow(10, active_timeout_s=600.0)
+    window.add(episode(1, worker=0), now_s=0.0)
+    window.add(episode(2, worker=1), now_s=500.0)
+    window.add(episode(3, worker=1), now_s=550.0)
+    assert (window.num_active(600.0), window.num_active(601.0), window.num_active(1151.0)) == (2, 1, 0)
+
+
+# Rounds and their files
+
+
+def test_a_round_is_written_to_both_files_and_said(tmp_path: Path) -> None:
+    lines: list[str] = []
+    collector, files = collector_in(tmp_path, lines)
+    for number, won in enumerate([True, True, True, False]):
+        record = episode(number, won=won, group_id=number // 2, reward=float(won), episode_return=2.0 * won)
+        collector.take({"kind": "episode", "source": "rollout/0", "episode": record}, 0.0)
+    sent = {"Train/Loss": (1.5, 1, 1.5), "Train/SamplesPerSec": (24.6, 2, 0.0), "Train/TokensPerSec": (3210.0, 1, 0.0)}
+    collector.take(values(values=sent), 1.0)
+    collector.take(values(values={"Replay/TrainSampleTrainerVersionLagMean": (6.0, 5, 2.0), "Time/trainer/wait": (6.1, 3, 4.0)}), 9.0)
+    collector.take(round_record(24, 12, round=12), 10.0)
+    collector.close_due(10.0 + SETTLE_S)
+    files.close()
+
+    [line] = lines_of(tmp_path)
+    assert (line["step"], line["version"], line["time"]) == (24, 12, 1024.0)
+    assert line["TextWorld/WinRate"] == 0.75
+    assert line["GRPO/GroupRewardMean"] == 0.75
+    assert line["GRPO/GroupRewardStd"] == 0.25  # (0 + 0.5) / 2
+    assert (line["GRPO/ZeroStdGroups"], line["GRPO/ZeroStdRate"]) == (1, 0.5)
+    assert line["GRPO/InvalidActionsMean"] == 1
+    assert line["Rollout/GlobalRewardSumMean"] == 1.5
+    assert line["Rollout/EpisodesPerSec"] == 0.4
+    assert line["Time/trainer/wait"] == 0.61
+    assert lines == [
+        "round 12  step 24  version 12  win 0.75 (last 4)  12.3 samples/s  3,210 tok/s  lag 1.2"
+        "  | generation-bound: trainer waited 61 %; raise --infer-size or --max-policy-lag"
+    ]
+    for tag in set(line) - {"step", "version", "time"}:
+        assert scalars_of(tmp_path, tag) == [(24, pytest.approx(line[tag], rel=1e-6))], tag
+
+
+def test_records_that_come_just_after_the_round_still_belong_to_it(tmp_path: Path) -> None:
+    collector, files = collector_in(tmp_path)
+    collector.take(values("trainer/0", values={"Train/Loss": (1.0, 1, 1.0)}), 0.0)
+    collector.take(round_record(1, 1), 5.0)
+    assert collector.seconds_to_next(5.0) == pytest.approx(SETTLE_S)
+    collector.take(values("trainer/1", values={"Train/Loss": (3.0, 1, 3.0)}), 5.0 + SETTLE_S / 2)
+    collector.close_due(5.0 + SETTLE_S / 2)
+    assert lines_of(tmp_path) == []
+    collector.close_due(5.0 + SETTLE_S)
+    files.close()
+    assert lines_of(tmp_path)[0]["Train/Loss"] == 2
+    assert collector.seconds_to_next(9.0) is None
+
+
+def test_rounds_shorter_than_the_settling_time_are_all_written(tmp_path: Path) -> None:
+    collector, files = collector_in(tmp_path)
+    for step in range(1, 4):
+        collector.take(round_record(step, step, values={"Train/Loss": (float(step), 1, float(step))}), 0.001 * step)
+    collector.close_due(1.0)
+    files.close()
+    assert [(line["step"], line["Train/Loss"]) for line in lines_of(tmp_path)] == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_log_every_thins_the_terminal_not_the_files(tmp_path: Path) -> None:
+    said: list[str] = []
+    collector, files = collector_in(tmp_path, said, log_every=2)
+    for step in range(1, 5):
+        collector.take(round_record(step, step), float(step))
+        collector.close_due(step + 0.5)
+    files.close()
+    assert [line.split("  ")[0] for line in said] == ["round 2", "round 4"]
+    assert len(lines_of(tmp_path)) == 4
+
+
+def test_an_evaluation_is_written_at_its_own_step_and_the_first_one_is_kept(tmp_path: Path) -> None:
+    collector, files = collector_in(tmp_path)
+    for step, rate in [(0, 0.25), (8, 0.9), (16, 0.75)]:
+        collector.take(round_record(step + 3, step + 3), 10.0 + step)
+        sent = {"Eval/WinRate": (60 * rate, 60, 1.0), "Eval/NormalizedScore": (30.0, 60.0, 1.0), "Eval/Episodes": (60, 1, 60)}
+        collector.take(values("ingest/0", values=sent, step=step, version=step, time=2000.0), 10.0 + step)
+        collector.close_due(11.0 + step)
+    files.close()
+    assert scalars_of(tmp_path, "Eval/WinRate") == [(0, 0.25), (8, pytest.approx(0.9)), (16, 0.75)]
+    assert [line["step"] for line in lines_of(tmp_path) if "Eval/WinRate" in line] == [0, 8, 16]
+    status = read_status(tmp_path)
+    assert (status["eval_first"]["win_rate"], status["eval_first"]["step"]) == (0.25, 0)
+    assert status["eval_last"]["win_rate"] == 0.75
+    assert (status["eval_best"]["win_rate"], status["eval_best"]["version"]) == (0.9, 8)
+    assert status["eval_last"]["episodes"] == 60
+
+
+def test_what_the_trainer_sends_after_its_last_round_is_written_at_the_end(tmp_path: Path) -> None:
+    collector, files = collector_in(tmp_path)
+    collector.take(round_record(4, 2), 1.0)
+    collector.take(values(values={"Sync/PushSeconds": (0.5, 1, 0.5)}), 2.0)
+    collector.close_due(1.5, force=True)
+    collector.take(values(values={"Sync/PushSeconds": (0.7, 1, 0.7)}), 3.0)
+    collector.take(values("inference/0", values={"Infer/TokensPerSec": (7.0, 1, 7.0)}), 3.0)
+    collector.finish(4.0)
+    files.close()
+    first, last = lines_of(tmp_path)
+    assert first["Sync/PushSeconds"] == 0.5
+    assert set(last) == {"step", "version", "time", "Sync/PushSeconds"}
+    assert (last["step"], last["version"], last["Sync/PushSeconds"]) == (4, 2, 0.7)
+
+
+def test_the_first_round_starts_with_the_first_weights(tmp_path: Path) -> None:
+    config = Config.from_flat({"placement": "cpu"})
+    files = MetricFiles(tmp_path)
+    collector = Collector(config, files, Status(tmp_path), say=print)
+    collector.take(values("inference/0", values={"Time/inference/start": (50.0, 1, 50.0)}), 50.0)
+    for now in (60.0, 62.0):
+        collector.start_clock(now)
+    collector.take(round_record(1, 0), 70.0)
+    collector.close_due(71.0)
+    files.close()
+    assert read_status(tmp_path)["training_s"] == 10.0
+
+
+def test_curves_over_tokens_and_samples_have_their_own_x_axis(tmp_path: Path) -> None:
+    collector, files = collector_in(tmp_path)
+    collector.take({"kind": "episode", "source": "rollout/0", "episode": episode(score=1)}, 0.0)
+    cumulative = {"Train/CumulativeGlobalValidResponseTokens": (5000, 1, 5000), "Train/CumulativeGlobalTrainingSamples": (70, 1, 70)}
+    collector.take(round_record(3, 3, values=cumulative), 1.0)
+    collector.close_due(2.0)
+    files.close()
+    assert scalars_of(tmp_path, "TextWorld/NormalizedScoreByValidResponseToken") == [(5000, 1.0)]
+    assert scalars_of(tmp_path, "TextWorld/NormalizedScoreByTrainingSample") == [(70, 1.0)]
+    assert scalars_of(tmp_path, "TextWorld/NormalizedScore") == [(3, 1.0)]
+
+
+def test_an_undeclared_tag_is_written_and_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    collector, files = collector_in(tmp_path)
+    for _ in range(3):
+        collector.take(values(values={"Train/Typo": (2.0, 1, 2.0), "Time/trainer/pack": (1.0, 1, 1.0)}), 0.0)
+    collector.take(round_record(1, 1), 1.0)
+    collector.close_due(2.0)
+    files.close()
+    assert lines_of(tmp_path)[0]["Train/Typo"] == 2
+    assert [record.message for record in caplog.records if "tags.py" in record.message] == [
+        "tag 'Train/Typo' is not in stats/tags.py: it is written as a mean"
+    ]
+
+
+def test_nan_reaches_tensorboard_and_never_the_json(tmp_path: Path) -> None:
+    collector, files = collector_in(tmp_path)
+    collector.take(round_record(1, 1, values={"Train/Loss": (math.nan, 1, math.nan), "Train/GradNorm": (math.inf, 1, math.inf)}), 1.0)
+    collector.close_due(2.0)
+    files.close()
+    [line] = lines_of(tmp_path)
+    assert "Train/Loss" not in line
+    assert line["Stats/NonFinite"] == 2
+    assert math.isnan(scalars_of(tmp_path, "Train/Loss")[0][1])
+
+
+def test_a_new_process_appends_and_goes_on_counting(tmp_path: Path) -> None:
+    started = set()
+    for start in (0, 2):
+        collector, files = collector_in(tmp_path)
+        files.write_text("run/flags", flags_as_markdown({"max_steps": 5}))
+        collector.take({"kind": "episode", "source": "rollout/0", "episode": episode()}, 0.0)
+        for step in (start + 1, start + 2):
+            collector.take(round_record(step, step, values={"Train/Loss": (float(step), 1, 0.0)}), float(step))
+            collector.close_due(step + 0.5)
+        if start == 0:  # killed in the middle of a line
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                file.write('{"step": 3, "vers')
+        files.close()
+        started.add(read_status(tmp_path)["started"])
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4]
+    assert [step for step, _ in scalars_of(tmp_path, "Train/Loss")] == [1, 2, 3, 4]
+    status = read_status(tmp_path)
+    assert (status["round"], status["episodes"], started) == (4, 2, {status["started"]})
+
+
+def test_the_flags_are_a_text_in_tensorboard(tmp_path: Path) -> None:
+    files = MetricFiles(tmp_path)
+    files.write_text("run/flags", flags_as_markdown(Config.from_flat({"max_steps": 123}).to_flat()))
+    files.close()
+    accumulator = EventAccumulator(str(tmp_path)).Reload()
+    [event] = accumulator.Tensors("run/flags")
+    assert "| `--max-steps` | `123` |" in event.tensor_proto.string_val[0].decode()
+    assert accumulator.SummaryMetadata("run/flags").plugin_data.plugin_name == "text"
+
+
+def test_status_names_throughput_and_shares(tmp_path: Path) -> None:
+    collector, files = collector_in(tmp_path)
+    sent = {"Time/trainer/wait": (1.0, 1, 1.0), "Time/inference/idle": (2.0, 1, 2.0), "Train/TokensPerSec": (800.0, 4.0, 0.0)}
+    collector.take(values(values=sent), 0.0)
+    collector.take(round_record(2, 1), 10.0)
+    collector.close_due(11.0)
+    files.close()
+    status = read_status(tmp_path)
+    assert status["throughput"] == {"trained_tokens_per_s": 200.0, "episodes_per_s": 0.0}
+    assert status["shares"] == {"trainer": {"wait": 0.1}, "inference": {"idle": 0.2}}
+    assert status["bottleneck"].startswith("trainer-bound: trainer computed 90 %")
+    assert (status["step"], status["version"], status["round"], status["has_ended"]) == (2, 1, 1, False)
+
+
+def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class HalfFull:
+        """Takes three bytes, then the disk is full."""
+
+        def __init__(self, file: Any) -> None:
+            self.file, self.is_full = file, False
+
+        def write(self, data: memoryview) -> int:
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            self.is_full = True
+            return self.file.write(data[:3])
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    file = AppendFile(tmp_path / "lines")
+    assert file.append(b"first\n")
+    real, file._file = file._file, HalfFull(file._file)  # type: ignore[assignment]
+    assert not file.append(b"second\n")
+    assert not file.append(b"third\n")
+    file._file = real
+    assert file.append(b"fourth\n")
+    file.close()
+    assert (tmp_path / "lines").read_bytes() == b"first\nfourth\n"
+    assert len(caplog.records) == 1
+
+
+# The sentence
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (
+            Situation(trainer_wait=0.61, trainer_push=0.02, rollout_reply=0.97, rollout_env=0.03),
+            "generation-bound: trainer waited 61 %; raise --infer-size or --max-policy-lag",
+        ),
+        (
+            Situation(trainer_wait=0.04, trainer_push=0.05, rollout_reply=0.3, rollout_work=0.6),
+            "trainer-bound: trainer computed 91 %; raise --fsdp-world-size",
+        ),
+        (
+            Situation(trainer_wait=0.5, rollout_reply=0.9, rollout_env=0.72),
+            "env-bound: trainer waited 50 %, rollouts spent 72 % in env steps; raise --num-rollout-workers",
+        ),
+        (
+            Situation(trainer_wait=0.3, trainer_push=0.41, rollout_reply=0.6),
+            "sync-bound: pushes took 41 % of the trainer's time; raise --sync-every-optimizer-steps",
+        ),
+        (
+            Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66),
+            "admission-bound: trainer waited 40 %, rollouts waited 66 % for work; raise --max-policy-lag",
+        ),
+        (
+            Situation(trainer_wait=0.1, trainer_other=0.5),
+            "neither: evaluation and exports held the trainer for 50 %; lower --eval-episodes-per-game",
+        ),
+        (
+            Situation(trainer_wait=0.7, rollout_reply=0.6, is_synchronous=True),
+            "synchronous: trainer waited 70 %, by --synchronous; leave it out to generate while training",
+        ),
+    ],
+)
+def test_the_sentence_names_what_bounds_the_run_and_the_flag(now: Situation, expected: str) -> None:
+    assert bottleneck(now) == expected
+
+
+def test_every_flag_that_a_sentence_names_exists() -> None:
+    shares = [0.0, 0.3, 0.6, 0.9]
+    flags = set(Config().to_flat())
+    for placement in ("cpu", "colocated", "dedicated"):
+        for wait in shares:
+            for work in shares:
+                now = Situation(trainer_wait=wait, trainer_push=0.9 - wait, rollout_env=work, rollout_work=0.9 - work, placement=placement)
+                named = [word.strip(",;") for word in bottleneck(now).split() if word.startswith("--")]
+                assert named
+                assert all(word[2:].replace("-", "_") in flags for word in named), named
+
+
+def test_a_situation_comes_from_the_rounds_values() -> None:
+    config = Config.from_flat({"placement": "colocated", "synchronous": True})
+    got = situation({"Time/trainer/wait": 0.5, "Time/rollout/reply": 0.25}, config)
+    assert got == Situation(trainer_wait=0.5, rollout_reply=0.25, placement="colocated", is_synchronous=True)
+
+
+# The process
+
+
+@contextmanager
+def a_run(run_dir: Path, **flags: Any) -> Iterator[RunPaths]:
+    """What the launcher and the supervisor make before stats starts."""
+    paths = RunPaths(run_dir)
+    Config.from_flat({"grpo_group_size": 2, "placement": "cpu"} | flags).save(paths.args)
+    table, board = HealthTable.create(paths.health, ["stats/0", "rollout/0"]), Board.create(paths.board)
+    table.set_word(1, "num_restarts", 2)
+    try:
+        yield paths
+    finally:
+        table.unlink()
+        board.unlink()
+        shutil.rmtree(paths.sockets, ignore_errors=True)
+
+
+@contextmanager
+def running_stats(paths: RunPaths) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "accerl_mp.stats", "--run-dir", str(paths.run_dir), "--index", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_lines(folder: Path, number: int) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and len(lines := lines_of(folder)) >= number:
+            return lines
+        time.sleep(0.05)
+    raise AssertionError(f"{number} lines never came")
+
+
+def test_the_process_writes_rounds_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        paths = stack.enter_context(a_run(tmp_path))
+        trainer, rollout, ingest = (
+            stack.enter_context(closing(MetricsSender(paths, name))) for name in ("trainer/0", "rollout/0", "ingest/0")
+        )
+        with running_stats(paths):
+            rollout.episode(episode(won=True))
+            rollout.values({"Rollout/ResubmittedTurns": 3})
+            trainer.values({"Train/Loss": (6.0, 3, 4.0)})
+            trainer.round({"step": 1, "version": 1, "values": {"Train/LearningRate": 0.5}})
+            [line] = wait_for_lines(tmp_path, 1)
+            assert (line["Train/Loss"], line["Train/LearningRate"], line["TextWorld/WinRate"], line["Stats/Restarts"]) == (2, 0.5, 1, 2)
+            assert line["Rollout/ResubmittedTurns"] == 3
+
+        with running_stats(paths) as process:
+            rollout.episode(episode())
+            ingest.values({"Eval/WinRate": (30, 60, 1)}, step=1, version=1)
+            wait_for_lines(tmp_path, 2)
+            for step in range(2, 50):
+                trainer.round({"step": step, "version": step})
+            process.terminate()  # with most of it still in the socket
+            _, said = process.communicate(timeout=20)
+            assert process.returncode == 0
+
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 1, *range(2, 50)]
+    assert scalars_of(tmp_path, "Eval/WinRate") == [(1, 0.5)]
+    assert [step for step, _ in scalars_of(tmp_path, "Rollout/WindowEpisodes")] == list(range(1, 50))
+    status = read_status(tmp_path)
+    assert (status["step"], status["round"], status["restarts"], status["eval_first"]["win_rate"]) == (49, 49, 2, 0.5)
+    assert b"round 49  step 49  version 49" in said
+    assert b"evaluation at step 1, version 1: win 0.50" in said
+
+
+# Cost
+
+
+def test_thousands_of_records_a_second_fit_in_one_thread(tmp_path: Path) -> None:
+    collector, files = collector_in(tmp_path)
+    sent = {f"Time/rollout/phase{number}": (0.1, 1, 0.1) for number in range(5)} | {"Rollout/ResubmittedTurns": (1, 1, 1)}
+    start = time.process_time()
+    for number in range(5000):
+        collector.take(values(f"rollout/{number % 16}", values=sent), float(number))
+        collector.take({"kind": "episode", "source": "rollout/0", "episode": episode(number, group_id=number // 2)}, float(number))
+    collector.take(round_record(1, 1), 5000.0)
+    collector.close_due(5001.0)
+    files.close()
+    assert time.process_time() - start < 2.0  # measured: 0.1 s
+
+
+def test_the_role_imports_neither_torch_nor_tensorflow() -> None:
+    code = "import sys, accerl_mp.stats.__main__; print(*({'torch', 'transformers', 'tensorflow', 'pandas'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

@@ -1,0 +1,234 @@
+"""The supervisor with small real processes: restarts, giving up, ends. Nothing may be left, whatever ends the run."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from accerl_mp.config import Config
+from accerl_mp.launcher.sweep import leftovers, sweep
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.health import FAILURE_FILE, HealthTable
+
+ROOT = Path(__file__).parent.parent
+
+
+class Run:
+    """A run of fake ranks and roles under a real supervisor."""
+
+    def __init__(self, run_dir: Path, modes: str, *, world_size: int = 1, max_restarts: int = 3) -> None:
+        self.paths = RunPaths(run_dir)
+        run_dir.mkdir(parents=True)
+        Config.from_flat({"fsdp_world_size": world_size, "max_restarts": max_restarts, "placement": "cpu"}).save(self.paths.args)
+        self.ranks = [self._start_rank(rank, modes) for rank in range(world_size)]
+
+    def _start_rank(self, rank: int, modes: str) -> subprocess.Popen:
+        environment = os.environ | {"RANK": str(rank), "FAKE_MODES": modes, "FAKE_RUN": str(self.paths.run_dir), "SPT_NOENV": "1"}
+        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.fake_rank", "--run-dir", str(self.paths.run_dir)]
+        return subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    def touch(self, name: str) -> None:
+        (self.paths.run_dir / name).touch()
+
+    def codes(self, timeout_s: float = 20) -> list[int]:
+        return [rank.wait(timeout_s) for rank in self.ranks]
+
+    def terminal(self) -> str:
+        """What a person would have seen."""
+        return self.ranks[0].stderr.read()
+
+    def table(self) -> HealthTable:
+        self.wait_until(self.paths.health.exists)
+        return HealthTable.attach(self.paths.health)
+
+    def wait_running(self, *names: str, num_restarts: int = 0) -> dict[str, int]:
+        """Pids by name, once all of them run (again)."""
+        table = self.table()
+
+        def running() -> bool:
+            rows = {row.name: row for row in table.snapshot()}
+            return all(rows[name].state == "running" and rows[name].num_restarts >= num_restarts for name in names)
+
+        self.wait_until(running)
+        return {row.name: row.pid for row in table.snapshot()}
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 15) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.02)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that this run has started, ranks included: they inherit FAKE_RUN."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                ours = process.environ().get("FAKE_RUN") == str(self.paths.run_dir)
+                if ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def assert_nothing_left(self, timeout_s: float = 10) -> None:
+        self.wait_until(lambda: not self.processes() and not leftovers(self.paths), timeout_s)
+
+    def log(self) -> str:
+        path = self.paths.log("supervisor", 0)
+        return path.read_text() if path.exists() else "(no supervisor log)"
+
+    def close(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        for rank in self.ranks:
+            rank.wait(10)
+            rank.stderr.close()
+        sweep(self.paths)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start_run(modes: str, **options: int) -> Run:
+        runs.append(Run(tmp_path / f"run {len(runs)}", modes, **options))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.close()
+
+
+def test_a_finished_run_ends_its_roles_in_order_and_exits_zero(start: Callable[..., Run]) -> None:
+    run = start("rollout:run,inference:grandchild,ingest:run,stats:run")
+    run.wait_running("rollout/0", "inference/0", "ingest/0", "stats/0", "trainer/0")
+    run.touch("finish")
+    assert run.codes() == [0]
+    run.assert_nothing_left()
+    ends = [line.split()[1] for line in (run.paths.run_dir / "order.txt").read_text().splitlines() if line.startswith("end")]
+    assert ends == ["rollout/0", "inference/0", "ingest/0", "stats/0"]
+
+
+def test_a_role_that_dies_is_started_again_and_its_orphans_are_killed(start: Callable[..., Run]) -> None:
+    run = start("rollout:run,inference:grandchild")
+    pids = run.wait_running("rollout/0", "inference/0")
+    grandchild = psutil.Process(int((run.paths.run_dir / "grandchild.pid").read_text()))
+    os.kill(pids["inference/0"], signal.SIGKILL)
+    again = run.wait_running("inference/0", num_restarts=1)
+    assert again["inference/0"] != pids["inference/0"]
+    assert again["rollout/0"] == pids["rollout/0"]
+    run.wait_until(lambda: not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE)
+    run.touch("finish")
+    assert run.codes() == [0]
+    assert "lost inference/0 (exit code -9)" in run.terminal()
+    run.assert_nothing_left()
+
+
+def test_a_role_that_dies_at_once_three_times_ends_the_run_with_its_last_lines(start: Callable[..., Run]) -> None:
+    run = start("rollout:run,inference:die", max_restarts=50)
+    assert run.codes() == [1]
+    terminal = run.terminal()
+    assert "lost inference/0 (exit code 1)" in terminal
+    assert "it died at once 3 times in a row: ValueError: no such weights" in terminal
+    assert 'raise ValueError("no such weights")' in terminal, "the last lines of its log"
+    lost = PeerLost.load(run.paths.run_dir / FAILURE_FILE)
+    assert (lost.role, lost.exit_code) == ("inference/0", 1)
+    assert "ends: lost inference/0" in run.paths.log("trainer", 0).read_text(), "the rank learns the first failure, not a timeout"
+    run.assert_nothing_left()
+
+
+def test_used_up_restarts_end_the_run(start: Callable[..., Run]) -> None:
+    run = start("ingest:run", max_restarts=1)
+    for num_restarts in range(2):
+        os.kill(run.wait_running("ingest/0", num_restarts=num_restarts)["ingest/0"], signal.SIGKILL)
+    assert run.codes() == [1]
+    assert "--max-restarts 1 is used up: it was killed by SIGKILL" in run.terminal()
+    run.assert_nothing_left()
+
+
+def test_a_role_that_never_gets_ready_leaves_its_stacks_and_is_ended(start: Callable[..., Run]) -> None:
+    run = start("inference:never-ready", max_restarts=0)
+    assert run.codes() == [1]
+    assert "inference/0 is not ready after 3 s" in run.terminal()
+    assert "Current thread" in run.paths.log("inference", 0).read_text()
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "supervisor", "everything but the grandchild's owner"])
+def test_after_kill_9_nothing_is_left(start: Callable[..., Run], victim: str) -> None:
+    run = start("rollout:run,inference:grandchild,ingest:deaf")
+    pids = run.wait_running("rollout/0", "inference/0", "ingest/0", "trainer/0")
+    if victim == "supervisor":
+        # Then the kernel ends the roles; their orphans have no reaper, so vLLM's processes watch their parent themselves.
+        os.kill(int((run.paths.run_dir / "grandchild.pid").read_text()), signal.SIGKILL)
+        os.kill(pids["supervisor/0"], signal.SIGKILL)
+        assert run.codes() == [1]
+    else:
+        for name in ["trainer/0"] if victim == "rank 0" else ["trainer/0", "rollout/0", "ingest/0"]:
+            os.kill(pids[name], signal.SIGKILL)
+        run.codes()
+    run.assert_nothing_left()
+
+
+def test_a_stop_file_ends_the_run_with_exit_code_zero_even_if_a_role_is_deaf(start: Callable[..., Run]) -> None:
+    run = start("rollout:deaf,stats:run")
+    run.wait_running("rollout/0", "stats/0", "trainer/0")
+    run.touch("stop")
+    assert run.codes() == [0]
+    assert "rollout/0 did not stop within 2 s: killed" in run.terminal()
+    run.assert_nothing_left()
+
+
+def test_sigterm_to_the_rank_ends_the_run(start: Callable[..., Run]) -> None:
+    run = start("rollout:run")
+    run.wait_running("rollout/0", "trainer/0")
+    run.ranks[0].send_signal(signal.SIGTERM)
+    assert run.codes() == [0]
+    run.assert_nothing_left()
+
+
+def test_a_failing_rank_is_the_first_failure_for_the_other_rank(start: Callable[..., Run]) -> None:
+    run = start("rollout:run", world_size=2)
+    run.wait_running("rollout/0", "trainer/0", "trainer/1")
+    run.touch("break-1")
+    assert run.codes() == [1, 1]
+    assert "lost trainer/1" in run.terminal()
+    assert "RuntimeError: loss is nan" in (run.paths.run_dir / FAILURE_FILE).read_text()
+    assert "ends: lost trainer/1" in run.paths.log("trainer", 0).read_text()
+    run.assert_nothing_left()
+
+
+def test_what_a_killed_run_left_is_swept_by_the_next_start(start: Callable[..., Run]) -> None:
+    run = start("rollout:run")
+    run.wait_running("rollout/0", "trainer/0")
+    for process in run.processes():
+        process.kill()
+    run.codes()
+    assert leftovers(run.paths), "kill -9 of everything leaves the table and the board"
+    run.ranks = [run._start_rank(0, "rollout:run")]
+    run.wait_until(lambda: "removed what an earlier run of this folder left" in run.log())
+    run.wait_running("rollout/0", "trainer/0")
+    run.touch("finish")
+    assert run.codes() == [0]
+    run.assert_nothing_left()
+
+
+def test_two_runs_side_by_side_do_not_touch_each_other(start: Callable[..., Run]) -> None:
+    first, second = start("rollout:run"), start("rollout:run")
+    first.wait_running("rollout/0")
+    pid = second.wait_running("rollout/0")["rollout/0"]
+    first.touch("finish")
+    assert first.codes() == [0]
+    assert psutil.pid_exists(pid)
+    assert leftovers(second.paths)
+    second.touch("finish")
+    assert second.codes() == [0]
+    second.assert_nothing_left()

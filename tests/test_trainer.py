@@ -1,0 +1,228 @@
+"""One optimizer step: micro-batches, gradients in every layout, guards and the update."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from trainer_cases import CPU, LAYOUTS, config_for, made_sample, made_samples, sharded_model, single_rank, train_steps
+from transformers import AutoModelForCausalLM
+
+from accerl_mp.models.build import load_model
+from accerl_mp.models.fsdp import reshard
+from accerl_mp.samples import RLSample
+from accerl_mp.trainer.batches import build_micro_batch
+from accerl_mp.trainer.ranks import Ranks
+from accerl_mp.trainer.step import BadStepsError, LocalTotals, Stepper, build_optimizer, micro_batch_logprobs
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    joined = single_rank()
+    yield joined
+    joined.leave()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tiny.save_tiny(path)
+    return path
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_micro_batch_predicts_each_trained_token_from_the_one_before_it(packed: bool) -> None:
+    samples = made_samples(3)
+    batch = build_micro_batch(samples, packed=packed, version=0, algorithm="grpo")
+    flat = batch.input_ids.flatten()
+    assert torch.equal(flat[batch.prediction_indices + 1], batch.targets)
+    assert batch.targets.tolist() == [token for sample in samples for token in sample.response_ids]
+    assert batch.position_ids.flatten()[batch.prediction_indices].tolist() == [
+        position - 1 for sample in samples for position in np.flatnonzero(sample.labels != -100)
+    ]
+    assert batch.sequence_lengths.tolist() == [sample.num_trained for sample in samples]
+    assert torch.bincount(batch.sequence_ids).tolist() == batch.sequence_lengths.tolist()
+    logprobs = np.concatenate([sample.old_logprobs[sample.labels != -100] for sample in samples])
+    assert torch.equal(batch.old_logprobs, torch.from_numpy(logprobs))
+
+
+def test_packed_rows_end_where_the_next_sample_starts() -> None:
+    samples = made_samples(4)
+    batch = build_micro_batch(samples, packed=True, version=0, algorithm="grpo")
+    assert batch.input_ids.shape == (1, sum(len(sample) for sample in samples))
+    assert batch.segments is not None
+    assert batch.segments.cu_seqlens.tolist() == np.cumsum([0, *(len(sample) for sample in samples)]).tolist()
+    assert batch.segments.cu_seqlens.dtype == torch.int32
+
+
+def test_ppo_trains_on_token_advantages_and_grpo_on_the_groups() -> None:
+    samples = made_samples(2)
+    per_token = np.concatenate([sample.token_advantages[sample.labels != -100] for sample in samples])
+    assert build_micro_batch(samples, packed=True, version=0, algorithm="ppo").advantages.numpy() == pytest.approx(per_token)
+    grpo = build_micro_batch(samples, packed=True, version=0, algorithm="grpo")
+    expected = np.repeat([sample.advantage for sample in samples], [sample.num_trained for sample in samples])
+    assert grpo.advantages.numpy() == pytest.approx(expected.astype(np.float32))
+
+
+def test_tokens_of_the_trainers_own_version_are_marked() -> None:
+    sample = made_samples(1)[0]
+    sample.output_versions[:] = np.arange(len(sample.output_versions)) % 2
+    batch = build_micro_batch([sample], packed=True, version=1, algorithm="grpo")
+    assert batch.is_on_policy.tolist() == sample.output_versions.tolist()
+
+
+def _gradients(folder: Path, ranks: Ranks, micro_batches: list[list[RLSample]], **options: Any) -> dict[str, torch.Tensor]:
+    """Gradients of one optimizer step, taken off the model before the update."""
+    config = config_for(folder, **options)
+    model = load_model(config, CPU)
+    stepper = Stepper(model, config, ranks, unsharded=True)
+    taken: dict[str, torch.Tensor] = {}
+    stepper.optimizer.step = lambda: taken.update({n: p.grad.clone() for n, p in model.named_parameters()})  # type: ignore[method-assign]
+    totals = LocalTotals.of([sample for batch in micro_batches for sample in batch])
+    stepper.run(micro_batches, totals, step=0, version=0)
+    return taken
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("clip_mode", ["ppo", "gspo"])
+def test_padded_and_packed_have_the_same_gradient(aggregation: str, clip_mode: str, folder: Path, ranks: Ranks) -> None:
+    """Whatever the layout, the logprob mode and the split into micro-batches."""
+    samples = made_samples(8, seed=3)
+    options = {"loss_aggregation": aggregation, "clip_mode": clip_mode, "old_new_kl_coef": 0.1, "max_grad_norm": 0.0}
+    splits = [[samples[:3], samples[3:]], [samples[:4], samples[4:]], [samples[5:], samples[1:5], samples[:1]]]
+    padded, *others = (
+        _gradients(folder, ranks, split, **options, **layout) for layout, split in zip(LAYOUTS, splits, strict=True)
+    )
+    assert max(float(grad.abs().max()) for grad in padded.values()) > 1e-4
+    for other in others:
+        for name, grad in padded.items():
+            torch.testing.assert_close(other[name], grad, atol=1e-6, rtol=1e-3, msg=name)
+
+
+def test_the_loss_is_the_mean_over_all_tokens_of_the_step(folder: Path, ranks: Ranks) -> None:
+    """By hand: Transformers' model on each sample alone, the formula in float64."""
+    samples = made_samples(5, seed=9)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    terms = []
+    for sample in samples:
+        logits = reference(input_ids=torch.tensor(sample.input_ids[None].astype(np.int64))).logits[0].double() / 0.7
+        trained = np.flatnonzero(sample.labels != -100)
+        logprobs = torch.log_softmax(logits, -1)[trained - 1, sample.input_ids[trained]].detach().numpy()
+        ratio = np.exp(np.clip(logprobs - sample.old_logprobs[trained], -20, 20))
+        terms.append(np.minimum(ratio * sample.advantage, np.clip(ratio, 0.8, 1.2) * sample.advantage))
+    config = config_for(folder, infer_temperature=0.7)
+    (result,) = train_steps(sharded_model(config), config, ranks, [[samples[:2], samples[2:]]])
+    assert result.sums["loss"] == pytest.approx(-np.concatenate(terms).mean(), rel=1e-4)
+    assert result.sums["num_tokens"] == sum(len(term) for term in terms)
+
+
+def test_advantages_are_normalised_over_the_whole_step(folder: Path, ranks: Ranks) -> None:
+    samples = made_samples(6, seed=4, algorithm="ppo")
+    values = np.concatenate([sample.token_advantages[sample.labels != -100] for sample in samples]).astype(np.float64)
+    for sample in samples:
+        trained = sample.labels != -100
+        sample.token_advantages[trained] = (sample.token_advantages[trained] - values.mean()) / (values.std() + 1e-8)
+    by_hand = _gradients(folder, ranks, [samples[:3], samples[3:]], rl_algorithm="ppo")
+    fresh = made_samples(6, seed=4, algorithm="ppo")
+    ours = _gradients(folder, ranks, [fresh[:3], fresh[3:]], rl_algorithm="ppo", ppo_normalize_advantages=True)
+    for name, grad in by_hand.items():
+        torch.testing.assert_close(ours[name], grad, atol=1e-6, rtol=1e-3, msg=name)
+
+
+def test_gradient_checkpointing_changes_nothing(folder: Path, ranks: Ranks) -> None:
+    samples = made_samples(4)
+    plain = _gradients(folder, ranks, [samples])
+    recomputed = _gradients(folder, ranks, [samples], gradient_checkpointing=True)
+    for name, grad in plain.items():
+        torch.testing.assert_close(recomputed[name], grad, msg=name)
+
+
+def test_bfloat16_compute_keeps_float32_masters(folder: Path, ranks: Ranks) -> None:
+    config = config_for(folder, dtype="bfloat16", learning_rate=1e-6)
+    model = sharded_model(config)
+    before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    train_steps(model, config, ranks, [[made_samples(4)]] * 3)
+    moved = [(p.full_tensor() != before[name]).float().mean() for name, p in model.named_parameters()]
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert min(moved) > 0.5  # bfloat16 masters would stand still at this learning rate
+
+
+def test_entropy_and_logprobs_come_for_every_trained_token(folder: Path) -> None:
+    config = config_for(folder)
+    batch = build_micro_batch(made_samples(3), packed=True, version=0, algorithm="grpo")
+    logprobs, entropy = micro_batch_logprobs(load_model(config, CPU), batch, config)
+    assert logprobs.shape == entropy.shape == batch.targets.shape
+    assert (logprobs < 0).all()
+    assert (entropy > 0).all()
+    assert (entropy < math.log(512)).all()
+
+
+def test_a_bad_step_is_skipped_and_too_many_stop_the_run(folder: Path, ranks: Ranks) -> None:
+    samples = made_samples(4)
+    samples[0].advantage = math.inf
+    config = config_for(folder, max_bad_steps=3, clip_mode="ppo")
+    model = sharded_model(config)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.to_local()[0, 0] = math.nan
+    before = [p.to_local().clone() for p in model.parameters()]
+    stepper = Stepper(model, config, ranks, unsharded=True)
+    totals = LocalTotals.of(samples)
+    assert stepper.run([samples], totals, step=0, version=0).is_bad
+    assert stepper.run([samples], totals, step=1, version=0).is_bad
+    with pytest.raises(BadStepsError, match="--max-bad-steps 3"):
+        stepper.run([samples], totals, step=2, version=0)
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        assert torch.equal(old.nan_to_num(7.0), parameter.to_local().nan_to_num(7.0))
+
+
+def test_gradients_are_clipped_to_the_norm_and_the_norm_is_that_of_all(folder: Path, ranks: Ranks) -> None:
+    samples = made_samples(6)
+    free = _gradients(folder, ranks, [samples], max_grad_norm=0.0)
+    norm = math.sqrt(sum(float(grad.square().sum()) for grad in free.values()))
+    limit = norm / 3
+    clipped = _gradients(folder, ranks, [samples], max_grad_norm=limit)
+    assert math.sqrt(sum(float(grad.square().sum()) for grad in clipped.values())) == pytest.approx(limit, rel=1e-3)
+    config = config_for(folder, max_grad_norm=limit)
+    (result,) = train_steps(sharded_model(config), config, ranks, [[samples]])
+    assert result.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_weight_decay_spares_norms_and_biases() -> None:
+    model = tiny.build_tiny("qwen2", tied=False)
+    optimizer = build_optimizer(model, config_for(Path("unused"), weight_decay=0.1), CPU)
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert (id(parameter) in decayed) == (not name.endswith("bias") and "norm" not in name), name
+
+
+def test_the_learning_rate_follows_the_schedule(folder: Path, ranks: Ranks) -> None:
+    config = config_for(folder, lr_warmup_steps=2, max_steps=4, learning_rate=1e-3)
+    results = train_steps(sharded_model(config), config, ranks, [[made_samples(2)]] * 4)
+    assert [result.learning_rate for result in results] == pytest.approx([5e-4, 1e-3, 1e-3, 5e-4])
+
+
+def test_training_raises_what_was_good(folder: Path, ranks: Ranks) -> None:
+    """A few steps on fixed samples: replies with a positive advantage become likelier, others less."""
+    rng = np.random.default_rng(0)
+    samples = [made_sample(rng, advantage=1.0 if index % 2 else -1.0) for index in range(8)]
+    config = config_for(folder, learning_rate=3e-3, clip_mode="cispo")
+    model = sharded_model(config)
+    batch = build_micro_batch(samples, packed=True, version=0, algorithm="grpo")
+    for sample in samples:
+        sample.old_logprobs = np.where(sample.labels != -100, -6.2, 0).astype(np.float32)
+
+    def mean_logprobs() -> tuple[float, float]:
+        with torch.no_grad():
+            logprobs, _ = micro_batch_logprobs(model, batch, config)
+        reshard(model)
+        return float(logprobs[batch.advantages > 0].mean()), float(logprobs[batch.advantages < 0].mean())
+
+    good, bad = mean_logprobs()
+    train_steps(model, config, ranks, [[samples]] * 15)
+    better, worse = mean_logprobs()
+    assert better > good + 0.5
+    assert better - worse > good - bad + 1.0

@@ -1,0 +1,336 @@
+"""Pushes: bytes, groups, what vLLM computes with afterwards, versions under load, planted faults, dead peers."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from engine_fixture import InferenceRun, RequestClient, client, engine, greedy_of, start_inference, wait_until  # noqa: F401
+from tiny import build_tiny
+
+from accerl_mp.models.names import iter_weights, manifest
+from accerl_mp.transport.errors import DeadlineExpired
+from accerl_mp.transport.health import Health
+from accerl_mp.weight_sync import sender
+from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, join_group, open_store
+from accerl_mp.weight_sync.layout import checksum, iter_messages, plan_layout
+from accerl_mp.weight_sync.outbox import Outbox
+from accerl_mp.weight_sync.protocol import SyncError
+
+pytestmark = pytest.mark.timeout(180)
+CPU = torch.device("cpu")
+
+
+def _prompt(seed: int, length: int = 40) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 500, length).tolist()
+
+
+def _two_ranks(timeout_s: float) -> tuple[WeightGroup, WeightGroup]:
+    """Both ends of a group in this process."""
+    store, port = open_store(2, timeout_s)
+    address = GroupAddress(backend="gloo", port=port, world_size=2, timeout_s=timeout_s)
+    groups: list[Any] = [None, None]
+    other = threading.Thread(target=lambda: groups.__setitem__(1, join_group(address, 1, CPU)))
+    other.start()
+    groups[0] = join_group(address, 0, CPU, store)
+    other.join()
+    return groups[0], groups[1]
+
+
+def _outbox(group: WeightGroup, total_bytes: int, bucket_bytes: int, timeout_s: float = 10.0) -> Outbox:
+    return Outbox(group, total_bytes, bucket_bytes=bucket_bytes, device=CPU, health=Health.detached(), timeout_s=timeout_s)
+
+
+def test_checksum_sees_any_flipped_bit_and_any_swap() -> None:
+    tensor = torch.randn(37, 5)
+    right = checksum(tensor)
+    data = tensor.flatten().view(torch.uint8)
+    for position, bit in [(0, 0), (100, 7), (len(data) - 1, 3)]:
+        data[position] ^= 1 << bit
+        assert checksum(tensor) != right
+        data[position] ^= 1 << bit
+    assert checksum(tensor) == right
+    assert checksum(tensor.flip(0)) != right
+    assert checksum(torch.ones(3, dtype=torch.bfloat16)) == checksum(torch.ones(3, dtype=torch.bfloat16).clone())
+
+
+@pytest.mark.parametrize("bucket_bytes", [16, 48, 1 << 20])
+def test_tensors_of_odd_sizes_arrive_as_they_were(bucket_bytes: int) -> None:
+    tensors = [torch.randn(7), torch.ones(1, dtype=torch.bfloat16), torch.randn(3, 5), torch.zeros(0), torch.arange(9)]
+    slots, total_bytes = plan_layout((str(i), tuple(t.shape), str(t.dtype)[6:]) for i, t in enumerate(tensors))
+    front, back = _two_ranks(10)
+    staging = torch.empty(total_bytes, dtype=torch.uint8)
+    receiver = threading.Thread(target=lambda: [back.receive(staging[m]) for m in iter_messages(total_bytes, bucket_bytes)])
+    receiver.start()
+    outbox = _outbox(front, total_bytes, bucket_bytes)
+    for tensor in tensors:
+        outbox.put(tensor.flatten().view(torch.uint8))
+    outbox.finish()
+    receiver.join(10)
+    wait_until(lambda: outbox.is_done)
+    for slot, tensor in zip(slots, tensors, strict=True):
+        assert torch.equal(slot.view(staging), tensor)
+
+
+def test_a_peer_that_does_not_receive_ends_the_push_and_not_the_gathering() -> None:
+    front, _back = _two_ranks(3)
+    outbox = _outbox(front, 64 << 20, 1 << 20, timeout_s=1.0)
+    start = time.monotonic()
+    for _ in range(64):
+        outbox.put(torch.zeros(1 << 20, dtype=torch.uint8))
+    outbox.finish()
+    assert isinstance(outbox.error, DeadlineExpired)
+    assert "--sync-timeout-s" in str(outbox.error)
+    assert time.monotonic() - start < 2.5
+    outbox.give_up()
+    outbox._thread.join(10)
+    assert not outbox._thread.is_alive(), "the group's own timeout ends the send"
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_peer_process_that_dies_or_stops_in_the_middle_ends_the_send(signal_number: int) -> None:
+    timeout_s = 3.0
+    store, port = open_store(2, 30)
+    address = f"GroupAddress(backend='gloo', port={port}, world_size=2, timeout_s=30)"
+    code = f"""
+import torch
+from accerl_mp.weight_sync.group import GroupAddress, join_group
+group = join_group({address}, 1, torch.device("cpu"))
+buffer = torch.empty(1 << 20, dtype=torch.uint8)
+while True:
+    group.receive(buffer)
+"""
+    peer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent.parent)
+    try:
+        group = join_group(GroupAddress(backend="gloo", port=port, world_size=2, timeout_s=timeout_s), 0, CPU, store)
+        outbox = _outbox(group, 1 << 40, 1 << 20)
+        outbox.put(torch.zeros(8 << 20, dtype=torch.uint8))
+        peer.send_signal(signal_number)
+        start = time.monotonic()
+        outbox.put(torch.zeros(256 << 20, dtype=torch.uint8))
+        wait_until(lambda: outbox.error is not None, 10)
+        assert time.monotonic() - start < timeout_s + 3
+        assert "sending weights failed" in str(outbox.error)
+        outbox.give_up()
+        outbox._thread.join(5)
+    finally:
+        peer.kill()
+        peer.wait()
+
+
+def test_manifest_tells_what_the_iterator_gives() -> None:
+    model = build_tiny(tied=True)
+    given = [(name, tuple(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in iter_weights(model, trainable_only=False, dtype=None)]
+    assert given == [tuple(entry) for entry in manifest(model, trainable_only=False, dtype=None)]
+
+
+def _train_only(model: torch.nn.Module, part: str) -> None:
+    """Change only what `part` names, a lot, and leave only that trainable."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name)
+        if part in name:
+            with torch.no_grad():
+                parameter.normal_(std=1.0 if "norm" in name else 0.15)
+
+
+def _assert_greedy_equal(run: InferenceRun, client: RequestClient, seed: int) -> None:  # noqa: F811
+    """Prompts that were not asked before: the prefix cache of an episode may hold older KV by design."""
+    for offset in range(4):
+        prompt = _prompt(1000 * seed + offset)
+        assert client.ask(prompt, max_tokens=12, temperature=0.0)["ids"].tolist() == greedy_of(run.model, prompt, 12)
+
+
+@pytest.mark.vllm
+def test_tied_pushes_of_all_and_of_parts_give_transformers_tokens(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    version = engine.sync._version
+    for part in ("", "embed_tokens", "layers.1", "model.norm"):
+        version += 1
+        _train_only(engine.model, part)
+        report = engine.push(version, trainable_only=True)
+        assert report.version == version
+        assert report.verified
+        assert (report.num_bytes < 214144) == bool(part)
+        _assert_greedy_equal(engine, client, version)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(240)
+def test_pushes_at_random_moments_lose_double_and_mislabel_no_token(engine: InferenceRun) -> None:  # noqa: F811
+    """Only the final norm trains, so that KV never goes stale and every token's logprob can be computed again exactly."""
+    first = engine.sync._version
+    _train_only(engine.model, "model.norm")
+    weights = {first + 1: _norm(engine.model)}
+    engine.push(first + 1, trainable_only=True)
+    load = _Load(engine, num_in_flight=32)
+    random = np.random.default_rng(0)
+    for version in range(first + 2, first + 12):
+        time.sleep(random.uniform(0.02, 0.3))
+        _train_only(engine.model, "model.norm")
+        weights[version] = _norm(engine.model)
+        engine.push(version, trainable_only=True)
+    prompts, replies = load.stop()
+    assert sorted(reply["id"] for reply in replies) == sorted(prompts), "each request is answered once"
+    for reply in replies:
+        assert reply["error"] is None
+        assert len(reply["ids"]) == len(reply["versions"]) == len(reply["logprobs"])
+        assert (np.diff(reply["versions"]) >= 0).all()
+    for version in weights:
+        engine.model.model.norm.weight.data.copy_(weights[version])
+        for reply, expected in _logprobs_of_replies(engine.model, prompts, [r for r in replies if version in r["versions"]]):
+            mine = reply["versions"] == version
+            np.testing.assert_allclose(reply["logprobs"][mine], expected[mine], atol=2e-4)
+    num_mixed = sum(len(set(reply["versions"].tolist())) > 1 for reply in replies)
+    assert num_mixed >= 8, "pushes must hit replies in the middle"
+
+
+@torch.no_grad()
+def _logprobs_of_replies(
+    model: torch.nn.Module, prompts: dict[int, list[int]], replies: list[dict[str, Any]]
+) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
+    """(reply, logprob of each of its tokens), computed in one padded batch."""
+    if not replies:
+        return
+    rows = [prompts[reply["id"]] + reply["ids"].tolist() for reply in replies]
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].numpy()
+    for reply, row, values in zip(replies, rows, logprobs, strict=True):
+        yield reply, values[len(row) - 1 - len(reply["ids"]) : len(row) - 1]
+
+
+class _Load(threading.Thread):
+    """Keeps requests of random lengths in flight."""
+
+    def __init__(self, run: InferenceRun, num_in_flight: int) -> None:
+        super().__init__(daemon=True)
+        self._client = RequestClient(run, "rollout/0")
+        self._num_in_flight = num_in_flight
+        self._stopping = threading.Event()
+        self._prompts: dict[int, list[int]] = {}
+        self._replies: list[dict[str, Any]] = []
+        self.start()
+
+    def run(self) -> None:
+        random = np.random.default_rng(1)
+        while len(self._replies) < len(self._prompts) or not self._stopping.is_set():
+            while len(self._prompts) - len(self._replies) < self._num_in_flight and not self._stopping.is_set():
+                prompt = random.integers(10, 500, random.integers(5, 90)).tolist()
+                self._prompts[self._client.send(prompt, max_tokens=int(random.integers(4, 120)))] = prompt
+            if (reply := self._client.receive(10)) is None:
+                return
+            self._replies.append(reply)
+
+    def stop(self) -> tuple[dict[int, list[int]], list[dict[str, Any]]]:
+        self._stopping.set()
+        self.join(60)
+        assert self._client.receive(0.2) is None, "a reply came twice"
+        self._client.close()
+        return self._prompts, self._replies
+
+
+def _norm(model: torch.nn.Module) -> torch.Tensor:
+    return model.model.norm.weight.detach().clone()
+
+
+@pytest.fixture
+def mended(engine: InferenceRun) -> Iterator[None]:  # noqa: F811
+    """After a failed push: a new group and all weights, for the tests that follow."""
+    yield
+    engine.sync.connect()
+    engine.push(engine.sync._version + 1)
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("mended")
+def test_a_flipped_byte_is_named_by_its_tensor(engine: InferenceRun, client: RequestClient, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    slots, _ = plan_layout(manifest(engine.model, trainable_only=False, dtype=torch.float32))
+    victim = next(slot for slot in slots if slot.name == "model.layers.1.mlp.up_proj.weight")
+    send = engine.sync._group.send
+
+    def send_damaged(buffer: torch.Tensor) -> None:
+        buffer[victim.offset + 5] ^= 4
+        send(buffer)
+
+    monkeypatch.setattr(engine.sync._group, "send", send_damaged)
+    before = engine.sync._version
+    prompt = _prompt(4711)
+    with pytest.raises(SyncError, match=r"inference/0, worker 0: tensor model\.layers\.1\.mlp\.up_proj\.weight arrived damaged"):
+        engine.push(before + 1)
+    assert set(client.ask(prompt)["versions"].tolist()) == {before}, "nothing was loaded, and vLLM answers on"
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("mended")
+def test_a_stale_tensor_is_caught_by_the_probe(engine: InferenceRun, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    stale = {name: tensor.clone() for name, tensor in iter_weights(engine.model, trainable_only=False, dtype=torch.float32)}
+    _train_only(engine.model, "layers.0.self_attn.v_proj")
+
+    def forgetful(*arguments: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, _ in iter_weights(*arguments, **options):
+            yield name, stale[name]
+
+    monkeypatch.setattr(sender, "iter_weights", forgetful)
+    with pytest.raises(SyncError, match="the probe of inference/0 is off"):
+        engine.push(engine.sync._version + 1)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_untied_from_the_first_request_to_the_death_of_the_worker(tmp_path: Path) -> None:
+    """One more engine: requests before the first push wait; pushes of all and parts; then its worker is killed in a push."""
+    with start_inference(tmp_path, tied=False, seed=3, sync_timeout_s=15.0) as run:
+        client = RequestClient(run)
+        run.connect()
+        first = client.send(_prompt(0), max_tokens=12, temperature=0.0)
+        assert client.receive(0.5) is None, "dummy weights answer nobody"
+        for version, part in enumerate(("", "lm_head", "layers.1", "model.norm")):
+            _train_only(run.model, part)
+            run.push(version, trainable_only=True)
+            if version == 0:
+                reply = client.receive()
+                assert (reply["id"], reply["ids"].tolist()) == (first, greedy_of(run.model, _prompt(0), 12))
+            _assert_greedy_equal(run, client, version + 1)
+        client.close()
+        _assert_death_ends_the_push(run)
+
+
+def _assert_death_ends_the_push(run: InferenceRun) -> None:
+    worker, engine_core = _process(run, "VLLM::Worker"), _process(run, "VLLM::EngineCore")
+    worker.send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises((SyncError, DeadlineExpired), match=r"inference/0|sending weights failed"):
+        run.push(9)
+    assert time.monotonic() - start < 40
+    run.popen.wait(20)
+    assert run.popen.returncode == 1, run.log[-3000:]
+    wait_until(lambda: not _is_running(worker) and not _is_running(engine_core))
+
+
+def _process(run: InferenceRun, name: str) -> psutil.Process:
+    return next(child for child in psutil.Process(run.popen.pid).children(recursive=True) if name in " ".join(child.cmdline()))
+
+
+def _is_running(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.vllm
+def test_a_front_that_is_killed_takes_vllm_along(tmp_path: Path) -> None:
+    """Covered while starting, so that no engine has to come up for it: its processes must not survive by themselves."""
+    with start_inference(tmp_path) as run:
+        wait_until(lambda: _find(run, "VLLM::EngineCore"), 60)
+        children = psutil.Process(run.popen.pid).children(recursive=True)
+        os.kill(run.popen.pid, signal.SIGKILL)
+        wait_until(lambda: not any(_is_running(child) for child in children), 10)
+
+
+def _find(run: InferenceRun, name: str) -> bool:
+    return any(name in " ".join(child.cmdline()) for child in psutil.Process(run.popen.pid).children(recursive=True))
