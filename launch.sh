@@ -52,7 +52,7 @@ placement_of() {
     printf '%s\n' "$placement"
 }
 
-machine_has_gpu() { nvidia-smi -L 2>/dev/null | grep -q '^GPU '; }
+machine_has_gpu() { [ -n "$(nvidia-smi -L 2>/dev/null | grep '^GPU ')" ]; }
 
 # Sets stack, venv, requirements and python_version.
 choose_stack() {

@@ -133,7 +133,7 @@ def _batch(config: Config) -> Iterator[str]:
 def _replay(config: Config) -> Iterator[str]:
     replay, algorithm, run = config.replay, config.algorithm, config.run
     group_size = 1 if algorithm.rl_algorithm == "ppo" else algorithm.grpo_group_size
-    needed = max(config.batch.grad_accum_steps, group_size)
+    needed = config.batch.batch_size * config.batch.grad_accum_steps + group_size
     if replay.min_replay_size_per_rank > replay.replay_capacity:
         yield (
             f"--min-replay-size-per-rank {replay.min_replay_size_per_rank} is over --replay-capacity {replay.replay_capacity}: "
@@ -141,8 +141,8 @@ def _replay(config: Config) -> Iterator[str]:
         )
     if replay.replay_capacity < needed:
         yield (
-            f"--replay-capacity {replay.replay_capacity} is under {needed}, the larger of a whole group ({group_size}) and "
-            f"--grad-accum-steps ({config.batch.grad_accum_steps}): no step could ever start"
+            f"--replay-capacity {replay.replay_capacity} is under {needed} (--batch-size {config.batch.batch_size} x --grad-accum-steps "
+            f"{config.batch.grad_accum_steps} + a group of {group_size}): optimizer steps would train fewer samples than asked for"
         )
     if replay.replay_bytes < 2 * group_size * 1024:
         yield f"--replay-bytes {replay.replay_bytes} is too small for a group of {group_size} samples"

@@ -286,12 +286,15 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
     infer_size = _default(config.inference.infer_size, 1)
     world_size = _default(run.fsdp_world_size, _default_world_size(placement, num_gpus, config.inference.infer_tp_size * infer_size))
     run_folder = _default(config.metrics.log_dir, log_dir)
+    dtype = _resolve_auto(config.model.dtype, "float32" if placement == "cpu" else "bfloat16")
     capacity = _default(config.replay.replay_capacity, batch.batch_size * batch.grad_accum_steps * 4)
     return config.replace(
         placement=placement,
-        dtype=_resolve_dtype(config.model.dtype, placement),
+        dtype=dtype,
         compile=_resolve_auto(config.model.compile, "off" if placement == "cpu" else "on"),
-        attn_implementation=_resolve_auto(config.model.attn_implementation, "sdpa" if placement == "cpu" else "varlen"),
+        attn_implementation=_resolve_auto(
+            config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" else "sdpa"
+        ),
         infer_size=infer_size,
         fsdp_world_size=world_size,
         fsdp_master_addr=_default(run.fsdp_master_addr, "127.0.0.1"),
@@ -325,10 +328,6 @@ def _default_world_size(placement: str, num_gpus: int, num_infer_gpus: int) -> i
     if placement == "dedicated":
         return max(1, num_gpus - num_infer_gpus)
     return 2 if placement == "cpu" else 1
-
-
-def _resolve_dtype(dtype: str, placement: str) -> str:
-    return _resolve_auto(dtype, "float32" if placement == "cpu" else "bfloat16")
 
 
 def _resolve_auto(value: str, resolved: str) -> str:

@@ -57,17 +57,13 @@ class InferenceRun:
         self.config.save(self.paths.args)
         _write_tokenizer(self.paths.tokenizer)
         self.board = Board.create(self.paths.board)
-        self.table = HealthTable.create(self.paths.health, ["trainer/0", "inference/0", "rollout/0"])
+        self.table = HealthTable.create(self.paths.health, ["trainer/0", "trainer/1", "inference/0", "rollout/0"])
         self.sync: WeightSync | None = None
         self.popen = self._start_process()
 
-    def health(self, name: str = "trainer/0") -> Health:
-        return Health(name, table=self.table, board=self.board, run_dir=self.paths.run_dir)
-
     def connect(self, *, forced_logprobs: Any = None) -> WeightSync:
         """Become trainer rank 0."""
-        health = self.health()
-        process = Process("trainer", 0, self.paths, self.config, health, self.board, sys.stderr)  # type: ignore[arg-type]
+        process = trainer_process(self.paths, 0)
         self.sync = WeightSync(
             process, self.model, rank=0, world_size=1, dtype=torch.float32, forced_logprobs=forced_logprobs or self.forced_logprobs
         )
@@ -118,6 +114,13 @@ class InferenceRun:
         command = [sys.executable, "-m", "accerl_mp.inference", "--run-dir", str(self.paths.run_dir), "--index", "0"]
         with (self.paths.run_dir / "output.txt").open("wb") as output:
             return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+
+
+def trainer_process(paths: RunPaths, rank: int) -> Process:
+    """What a trainer rank's main would get."""
+    board = Board.attach(paths.board)
+    health = Health(f"trainer/{rank}", table=HealthTable.attach(paths.health), board=board, run_dir=paths.run_dir)
+    return Process("trainer", rank, paths, Config.load(paths.args), health, board, sys.stderr)  # type: ignore[arg-type]
 
 
 class RequestClient:

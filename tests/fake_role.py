@@ -18,6 +18,8 @@ def main(process: Process) -> None:
         _start_grandchild(process.paths.run_dir)
     if mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode == "breakpoint":
+        breakpoint()
     if mode != "never-ready":
         process.health.set_state("running")
     with (process.paths.run_dir / "order.txt").open("a") as file:

@@ -49,6 +49,7 @@ class Client:
         self._playing: dict[int, tuple[float, dict]] = {}
         self._sent: dict[int, tuple[float, list[bytes]]] = {}
         self._asked_at = 0.0
+        self._acks = (process.paths.run_dir / "acks.txt").open("a", buffering=1)
 
     def run(self) -> None:
         self._process.health.set_state("running")
@@ -74,7 +75,9 @@ class Client:
                 self._playing[message["group_id"]] = (time.monotonic(), message)
                 self._asked_at = 0.0
         while self._samples.poll(0):
-            self._sent.pop(channels.unpack("ack", self._samples.recv())["group_id"], None)
+            group_id = channels.unpack("ack", self._samples.recv())["group_id"]
+            self._sent.pop(group_id, None)
+            self._acks.write(f"{group_id}\n")
 
     def _end_games(self) -> None:
         for group_id, (started, message) in list(self._playing.items()):

@@ -20,7 +20,7 @@ python=${ACCERL_PYTHON:-}
 if [ -z "$python" ]; then
     # On a GPU machine launch.sh put the CPU stack beside the GPU stack.
     python=$root/.venv/bin/python
-    if nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then python=$root/.venv-cpu/bin/python; fi
+    if [ -n "$(nvidia-smi -L 2>/dev/null | grep '^GPU ' || true)" ]; then python=$root/.venv-cpu/bin/python; fi
 fi
 export OMP_NUM_THREADS=1
 exec "$python" -m pytest -m "$marks" ${arguments[@]+"${arguments[@]}"}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from sample_factory import assert_same, make_group, make_sample
 
+from accerl_mp.config import sample_bytes_bound
 from accerl_mp.samples import SampleError
 from accerl_mp.transport.codec import (
     CodecError,
@@ -14,7 +15,6 @@ from accerl_mp.transport.codec import (
     decode_samples,
     encode_sample,
     encode_samples,
-    max_record_bytes,
     sample_size_bytes,
 )
 
@@ -132,7 +132,7 @@ def test_a_ring_record_comes_back_and_has_the_announced_size():
     for seed, num_tokens in enumerate([2, 5, 64, 1000, 8192]):
         sample = make_sample(seed, num_tokens=num_tokens, group_id=seed)
         record = b"".join(encode_sample(sample))
-        assert len(record) == sample_size_bytes(sample) <= max_record_bytes(num_tokens)
+        assert len(record) == sample_size_bytes(sample) <= sample_bytes_bound(num_tokens)
         assert_same(sample, decode_sample(record))
 
 

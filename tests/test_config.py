@@ -152,7 +152,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"dual_clip": 0.5}, "--dual-clip must be above 1"),
     ({"tw_history_token_window": 16}, "--tw-history-token-window 16 leaves no room"),
     ({"min_replay_size_per_rank": 999}, "--min-replay-size-per-rank 999 is over --replay-capacity 512"),
-    ({"replay_capacity": 4, "min_replay_size_per_rank": 2}, "--replay-capacity 4 is under 8"),
+    ({"replay_capacity": 130}, "--replay-capacity 130 is under 136"),
     ({"replay_bytes": 10}, "--replay-bytes 10 is too small"),
     ({"num_rollout_workers": 1}, "--num-rollout-workers 1 is under --fsdp-world-size 2"),
     ({"synchronous": True, "max_sample_reuse": 2}, "--synchronous trains each sample once"),

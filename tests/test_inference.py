@@ -20,6 +20,7 @@ from engine_fixture import (  # noqa: F401 (fixtures)
 
 from accerl_mp.inference.stops import find_stop_ids
 from accerl_mp.inference.versions import VersionLedger
+from accerl_mp.transport.channels import MetricsReceiver
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -103,3 +104,37 @@ def test_what_vllm_refuses_is_answered(engine: InferenceRun, client: RequestClie
     client._socket.send(b"no msgpack at all")
     assert client.receive()["id"] == -1
     assert client.ask(_prompt(1))["error"] is None
+
+
+@pytest.mark.vllm
+def test_an_episode_keeps_its_prefix_through_a_push_and_tags_arrive(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    """--prefix-cache-scope episode: the salt is the version that the episode began with."""
+    receiver = MetricsReceiver(engine.paths)
+    try:
+        _collect_tags(receiver)  # of the tests before
+        start = engine.sync._version
+        ids, salt_version = _prompt(99, 120), -1
+        for turn in range(5):
+            reply = client.ask(ids, max_tokens=4, salt_version=salt_version)
+            salt_version = reply["salt_version"]
+            assert salt_version == start
+            ids += reply["ids"].tolist()
+            if turn == 2:
+                engine.push(start + 1, trainable_only=True)
+        assert set(reply["versions"].tolist()) == {start + 1}
+        assert client.ask(ids, salt_version=-1)["salt_version"] == start + 1
+        tags = _collect_tags(receiver)
+    finally:
+        receiver.close()
+    assert tags["Infer/PrefixCacheHitRate"][0] >= 4 * 96, "in every turn but the first, 3 blocks of 32 tokens are found"
+    assert tags["Infer/TokensPerSec"][0] >= 5
+
+
+def _collect_tags(receiver: MetricsReceiver) -> dict[str, list[float]]:
+    """Sums over some seconds, since the first records may have been sent before anybody listened."""
+    tags: dict[str, list[float]] = {}
+    for _ in range(4):
+        for record in receiver.receive(timeout_s=0.5):
+            for tag, triple in record["values"].items():
+                tags[tag] = [old + new for old, new in zip(tags.get(tag, [0, 0, 0]), triple, strict=True)]
+    return tags

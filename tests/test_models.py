@@ -8,7 +8,7 @@ import torch
 from trainer_cases import config_for
 
 from accerl_mp.models import attention
-from accerl_mp.models.build import build_empty, load_model, load_weights, select_trainable
+from accerl_mp.models.build import build_empty, check_logits_to_keep, load_model, load_weights, model_problems, select_trainable
 from accerl_mp.models.fsdp import decoder_layers
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def _logits(model: torch.nn.Module, ids: torch.Tensor, lengths: list[int] | None = None) -> torch.Tensor:
     positions = torch.cat([torch.arange(length) for length in lengths or [ids.shape[1]]])[None]
-    arguments = attention.Segments.of(lengths, CPU).forward_arguments() if lengths else {}
+    arguments = attention.Segments.of(lengths, CPU).forward_arguments(attention.SEGMENTS) if lengths else {}
     return model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits.detach()
 
 
@@ -114,6 +114,24 @@ def test_what_each_train_mode_trains() -> None:
 def test_a_model_without_decoder_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="no decoder layer class"):
         decoder_layers(torch.nn.Linear(1, 1))
+
+
+def test_what_the_trainer_would_refuse_is_known_without_reading_weights(tmp_path: Path) -> None:
+    tiny.build_tiny().config.save_pretrained(tmp_path)
+    assert model_problems(config_for(tmp_path, train_logprob_mode="response_only_lm_head"), CPU) == []
+    (problem,) = model_problems(config_for(tmp_path, attn_implementation="varlen"), CPU)
+    assert "--attn-implementation varlen cannot run here" in problem
+    (problem,) = model_problems(config_for(tmp_path / "nowhere"), CPU)
+    assert "nowhere" in problem
+
+
+def test_logits_to_keep_is_tried_out() -> None:
+    model = tiny.build_tiny()
+    check_logits_to_keep(model, CPU)
+    forward = model.forward
+    model.forward = lambda **arguments: forward(**{k: v for k, v in arguments.items() if k != "logits_to_keep"})  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="full_logits_ce"):
+        check_logits_to_keep(model, CPU)
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:

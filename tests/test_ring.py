@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from ring_peer import GROUP_SIZE, checksum_of, group_of
 from sample_factory import assert_same, make_group, make_sample
@@ -17,7 +16,7 @@ from sample_factory import assert_same, make_group, make_sample
 from accerl_mp.transport import ring_memory as at
 from accerl_mp.transport.codec import sample_size_bytes
 from accerl_mp.transport.ring import RingReader, SharedRing
-from accerl_mp.transport.ring_memory import PAGE_BYTES, RingBusy, RingError, ring_file_bytes
+from accerl_mp.transport.ring_memory import PAGE_BYTES, RingBusy, RingError
 from accerl_mp.transport.ring_writer import RingWriter
 
 
@@ -143,6 +142,18 @@ def test_a_double_is_dropped_also_by_the_next_writer(path):
         assert again.try_put_group(make_group(number, 2))
     assert reader.ready() == []
     assert again.counters()["double"][0] == 4
+
+
+def test_an_id_noted_just_before_its_writer_was_killed_is_not_known(path):
+    """Its group was never committed: whoever sends it again must not hear that it is there."""
+    writer, reader = open_ring(path)
+    writer.try_put_group(make_group(0, 2))
+    reader.memory.recent[1] = 77, 4
+    writer.close()
+    for number in (1, 2):
+        with SharedRing.attach_writer(path) as writer:
+            writer.try_put_group(make_group(number, 2))
+            assert writer.recent_group_ids == set(range(number + 1))
 
 
 def test_the_newest_ids_are_kept(path):
@@ -301,11 +312,6 @@ def test_a_ring_that_does_not_fit_says_how_much_is_needed(path):
     assert not list(Path("/dev/shm").glob(path.name + "*"))
 
 
-def test_the_announced_file_size_is_the_real_one(path):
-    SharedRing.create(path, 10, 100_000)
-    assert path.stat().st_size == ring_file_bytes(10, 100_000)
-
-
 def test_a_writer_process_and_a_reader_process_lose_and_double_nothing(path):
     """Wraps around some 60 times over 24 slots and 60 pages; count, order and checksum of every sample."""
     num_groups = 500
@@ -392,8 +398,8 @@ def test_a_reader_beside_an_evicting_writer_never_sees_a_wrong_sample(path):
     SharedRing.create(path, 12, 40 * PAGE_BYTES)
     code = (
         "import sys, time; from pathlib import Path; from ring_peer import group_of; from accerl_mp.transport.ring import SharedRing\n"
-        "writer, number, end = SharedRing.attach_writer(Path(sys.argv[1]), evict_used=True), 0, time.monotonic() + 3\n"
-        "while time.monotonic() < end:\n    number += writer.try_put_group(group_of(number))\n"
+        "writer, number, end = SharedRing.attach_writer(Path(sys.argv[1]), evict_used=True), 0, time.monotonic() + 30\n"
+        "while number < 600 and time.monotonic() < end:\n    number += writer.try_put_group(group_of(number))\n"
         "print(number)"
     )
     folders = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent)])
@@ -409,8 +415,7 @@ def test_a_reader_beside_an_evicting_writer_never_sees_a_wrong_sample(path):
             if sample is not None:
                 num_read += 1
                 assert (sample.group_id, len(sample), sample.episode_id) == (ready.group_id, ready.num_tokens, ready.episode_id)
-    assert int(writer.communicate()[0]) > 100
+    assert int(writer.communicate()[0]) == 600
     assert reader.counters()["torn"] == (0, 0), "a record that changed counts as lost"
     assert reader.counters()["lost"][0] == num_lost
-    assert num_read > 300
-    assert np.isin(list(reader.recent_group_ids), range(10**6)).all()
+    assert num_read > 100

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from accerl_mp.config import Config
+from accerl_mp.launcher.supervisor import LAUNCH_PID
 from accerl_mp.launcher.sweep import leftovers, sweep
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
@@ -171,6 +172,8 @@ def test_after_kill_9_nothing_is_left(start: Callable[..., Run], victim: str) ->
         os.kill(int((run.paths.run_dir / "grandchild.pid").read_text()), signal.SIGKILL)
         os.kill(pids["supervisor/0"], signal.SIGKILL)
         assert run.codes() == [1]
+        lost = PeerLost.load(run.paths.run_dir / FAILURE_FILE)
+        assert (lost.role, lost.exit_code) == ("supervisor/0", -9)
     else:
         for name in ["trainer/0"] if victim == "rank 0" else ["trainer/0", "rollout/0", "ingest/0"]:
             os.kill(pids[name], signal.SIGKILL)
@@ -203,6 +206,29 @@ def test_a_failing_rank_is_the_first_failure_for_the_other_rank(start: Callable[
     assert "lost trainer/1" in run.terminal()
     assert "RuntimeError: loss is nan" in (run.paths.run_dir / FAILURE_FILE).read_text()
     assert "ends: lost trainer/1" in run.paths.log("trainer", 0).read_text()
+    run.assert_nothing_left()
+
+
+def test_a_killed_rank_is_named_although_the_other_one_fails_because_of_it(start: Callable[..., Run]) -> None:
+    run = start("rollout:run", world_size=2)
+    pids = run.wait_running("rollout/0", "trainer/0", "trainer/1")
+    os.kill(pids["trainer/1"], signal.SIGKILL)
+    run.touch("break-0")  # as a collective does
+    assert run.codes() == [1, -9]
+    assert PeerLost.load(run.paths.run_dir / FAILURE_FILE).role == "trainer/1"
+    assert "trainer/0 ERROR" not in run.terminal()
+    run.assert_nothing_left()
+
+
+def test_the_death_of_launch_sh_ends_the_run(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = subprocess.Popen(["sleep", "600"])
+    monkeypatch.setenv(LAUNCH_PID, str(launcher.pid))
+    run = start("rollout:run")
+    run.wait_running("rollout/0", "trainer/0")
+    launcher.kill()
+    launcher.wait()
+    assert run.codes() == [0]
+    assert "launch.sh is gone" in run.terminal()
     run.assert_nothing_left()
 
 

@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 import tiny
 from safetensors.torch import load_file
-from trainer_cases import config_for, made_sample, run_ranks
+from trainer_cases import config_for, made_sample, start_ranks
 
 from accerl_mp.topology import RunPaths
 from accerl_mp.trainer import loop
-from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MetricsReceiver
 from accerl_mp.transport.health import HealthTable
@@ -78,7 +77,7 @@ class Run:
         self.receiver = MetricsReceiver(self.paths)
         self.records: list[dict[str, Any]] = []
         self.fed = [True, True]
-        self.answers_evaluations = True
+        self.answers_evaluations, self.held_back = True, False
         self._rng, self._groups = np.random.default_rng(0), 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._play, daemon=True)
@@ -86,7 +85,7 @@ class Run:
     def train(self) -> None:
         """Both ranks to their end."""
         self._thread.start()
-        run_ranks(_rank, 2, str(self.paths.run_dir))
+        start_ranks(_rank, 2, str(self.paths.run_dir))
 
     def close(self) -> None:
         self._over.set()
@@ -124,12 +123,11 @@ class Run:
         self.writers[rank].try_put_group(group)
 
 
-def _rank(ranks: Ranks, run_dir: str) -> None:
+def _rank(rank: int, run_dir: str) -> None:
     """In a new process: what the launcher does for a rank."""
-    ranks.leave()  # the loop joins by itself
     loop.WeightSync = RecordingSync  # type: ignore[misc,assignment]
     os.environ.pop("ACCERL_PARENT_PID", None)
-    run_process("trainer", loop.run_trainer, ["--run-dir", run_dir, "--index", str(ranks.rank)])
+    run_process("trainer", loop.run_trainer, ["--run-dir", run_dir, "--index", str(rank)])
 
 
 @pytest.fixture
@@ -146,8 +144,13 @@ def make_run(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_rounds_pushes_evaluations_and_exports_come_in_order(make_run: Any, tmp_path: Path) -> None:
-    run = make_run(eval_game_dir="held-out", eval_every_rounds=2, save_checkpoint=True, checkpoint_every_sync_rounds=2, old_new_kl_coef=0.1)
+    run = make_run(eval_game_dir="held-out", eval_every_rounds=2, save_checkpoint=True, checkpoint_every_sync_rounds=2)
+    run.answers_evaluations = False
+    late = threading.Thread(target=_answer_late, args=(run,), daemon=True)
+    late.start()
     run.train()
+    late.join()
+    assert run.held_back
     pushes = [f"start {n} trainable at step {2 * n}" for n in (1, 2, 3)]
     expected = ["connect", "start 0 all at step 0", "finish 0"]
     expected += [line for n, push in enumerate(pushes, start=1) for line in (push, f"finish {n}")]
@@ -210,23 +213,12 @@ def test_a_stop_ends_both_ranks_together_and_exports(make_run: Any) -> None:
     assert step == run.board.get("optimizer_step") >= 3
 
 
-def test_the_first_evaluation_is_of_the_weights_that_training_starts_from(make_run: Any) -> None:
-    """The first round's push waits for it; the round itself does not."""
-    run = make_run(eval_game_dir="held-out", max_sync_rounds=1)
-    run.answers_evaluations = False
-    checker = threading.Thread(target=_answer_late, args=(run,), daemon=True)
-    checker.start()
-    run.train()
-    checker.join()
-    assert run.calls()[3:] == ["start 1 trainable at step 2", "finish 1", "close"]
-
-
 def _answer_late(run: Run) -> None:
-    """When the first round is trained and its push is held back."""
+    """The first evaluation is of the weights that training starts from: the first round is trained, its push is held back."""
     while run.board.get("optimizer_step") < 2:
         time.sleep(0.02)
     time.sleep(0.5)
-    assert run.calls()[-1] == "finish 0"
+    run.held_back = run.calls()[-1] == "finish 0"
     run.answers_evaluations = True
 
 

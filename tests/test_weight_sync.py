@@ -1,5 +1,6 @@
 """Pushes: bytes, groups, what vLLM computes with afterwards, versions under load, planted faults, dead peers."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,10 +15,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_fixture import InferenceRun, RequestClient, client, engine, greedy_of, start_inference, wait_until  # noqa: F401
+import torch.distributed as dist
+from engine_fixture import InferenceRun, RequestClient, client, engine, greedy_of, logprobs_of, start_inference, trainer_process, wait_until  # noqa: F401
 from tiny import build_tiny
 
+from accerl_mp.models.fsdp import shard
 from accerl_mp.models.names import iter_weights, manifest
+from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import DeadlineExpired
 from accerl_mp.transport.health import Health
 from accerl_mp.weight_sync import sender
@@ -25,6 +29,7 @@ from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, join_group, o
 from accerl_mp.weight_sync.layout import checksum, iter_messages, plan_layout
 from accerl_mp.weight_sync.outbox import Outbox
 from accerl_mp.weight_sync.protocol import SyncError
+from accerl_mp.weight_sync.sender import WeightSync
 
 pytestmark = pytest.mark.timeout(180)
 CPU = torch.device("cpu")
@@ -165,18 +170,20 @@ def test_tied_pushes_of_all_and_of_parts_give_transformers_tokens(engine: Infere
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
 def test_pushes_at_random_moments_lose_double_and_mislabel_no_token(engine: InferenceRun) -> None:  # noqa: F811
-    """Only the final norm trains, so that KV never goes stale and every token's logprob can be computed again exactly."""
-    first = engine.sync._version
-    _train_only(engine.model, "model.norm")
-    weights = {first + 1: _norm(engine.model)}
-    engine.push(first + 1, trainable_only=True)
-    load = _Load(engine, num_in_flight=32)
-    random = np.random.default_rng(0)
-    for version in range(first + 2, first + 12):
+    """KV stays: only the final norm trains, so that it never goes stale and every logprob can be computed again exactly."""
+    _push_under_load(engine, "model.norm", num_pushes=10)
+
+
+def _push_under_load(run: InferenceRun, part: str, num_pushes: int) -> None:
+    """Push at random moments with 32 requests in flight, then compute each token's logprob under its own version's weights."""
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    load, random = None, np.random.default_rng(0)
+    for version in range(run.sync._version + 1, run.sync._version + 1 + num_pushes):
+        _train_only(run.model, part)
+        weights[version] = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+        run.push(version, trainable_only=True)
+        load = load or _Load(run, num_in_flight=32)
         time.sleep(random.uniform(0.02, 0.3))
-        _train_only(engine.model, "model.norm")
-        weights[version] = _norm(engine.model)
-        engine.push(version, trainable_only=True)
     prompts, replies = load.stop()
     assert sorted(reply["id"] for reply in replies) == sorted(prompts), "each request is answered once"
     for reply in replies:
@@ -184,8 +191,8 @@ def test_pushes_at_random_moments_lose_double_and_mislabel_no_token(engine: Infe
         assert len(reply["ids"]) == len(reply["versions"]) == len(reply["logprobs"])
         assert (np.diff(reply["versions"]) >= 0).all()
     for version in weights:
-        engine.model.model.norm.weight.data.copy_(weights[version])
-        for reply, expected in _logprobs_of_replies(engine.model, prompts, [r for r in replies if version in r["versions"]]):
+        run.model.load_state_dict(weights[version])
+        for reply, expected in _logprobs_of_replies(run.model, prompts, [r for r in replies if version in r["versions"]]):
             mine = reply["versions"] == version
             np.testing.assert_allclose(reply["logprobs"][mine], expected[mine], atol=2e-4)
     num_mixed = sum(len(set(reply["versions"].tolist())) > 1 for reply in replies)
@@ -285,8 +292,8 @@ def test_a_stale_tensor_is_caught_by_the_probe(engine: InferenceRun, monkeypatch
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_untied_from_the_first_request_to_the_death_of_the_worker(tmp_path: Path) -> None:
-    """One more engine: requests before the first push wait; pushes of all and parts; then its worker is killed in a push."""
-    with start_inference(tmp_path, tied=False, seed=3, sync_timeout_s=15.0) as run:
+    """An engine of its own, with KV recomputed at each push: so any weights may change under load, and each token can be checked."""
+    with start_inference(tmp_path, tied=False, seed=3, sync_timeout_s=15.0, kv_on_sync="recompute") as run:
         client = RequestClient(run)
         run.connect()
         first = client.send(_prompt(0), max_tokens=12, temperature=0.0)
@@ -299,7 +306,20 @@ def test_untied_from_the_first_request_to_the_death_of_the_worker(tmp_path: Path
                 assert (reply["id"], reply["ids"].tolist()) == (first, greedy_of(run.model, _prompt(0), 12))
             _assert_greedy_equal(run, client, version + 1)
         client.close()
+        _push_under_load(run, "", num_pushes=5)
         _assert_death_ends_the_push(run)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_drained_replies_go_on_with_the_new_weights_and_a_killed_front_takes_vllm_along(tmp_path: Path) -> None:
+    with start_inference(tmp_path, sync_mode="drain") as run:
+        run.connect()
+        _push_under_load(run, "", num_pushes=5)
+        children = psutil.Process(run.popen.pid).children(recursive=True)
+        assert any("VLLM::Worker" in " ".join(child.cmdline()) for child in children)
+        os.kill(run.popen.pid, signal.SIGKILL)
+        wait_until(lambda: not any(_is_running(child) for child in children), 10)
 
 
 def _assert_death_ends_the_push(run: InferenceRun) -> None:
@@ -323,14 +343,33 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 @pytest.mark.vllm
-def test_a_front_that_is_killed_takes_vllm_along(tmp_path: Path) -> None:
-    """Covered while starting, so that no engine has to come up for it: its processes must not survive by themselves."""
-    with start_inference(tmp_path) as run:
-        wait_until(lambda: _find(run, "VLLM::EngineCore"), 60)
-        children = psutil.Process(run.popen.pid).children(recursive=True)
-        os.kill(run.popen.pid, signal.SIGKILL)
-        wait_until(lambda: not any(_is_running(child) for child in children), 10)
+@pytest.mark.usefixtures("mended")
+def test_two_ranks_push_a_sharded_model(engine: InferenceRun, client: RequestClient, tmp_path: Path) -> None:  # noqa: F811
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_run_rank, args=(rank, engine.paths.run_dir, tmp_path / "store")) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(100)
+        assert rank.exitcode == 0
+    model = build_tiny(seed=5)
+    prompt = _prompt(555)
+    assert client.ask(prompt, max_tokens=12, temperature=0.0)["ids"].tolist() == greedy_of(model, prompt, 12)
 
 
-def _find(run: InferenceRun, name: str) -> bool:
-    return any(name in " ".join(child.cmdline()) for child in psutil.Process(run.popen.pid).children(recursive=True))
+def _run_rank(rank: int, run_dir: Path, store: Path) -> None:
+    """A trainer rank: two pushes of a model that is sharded over both, the second of what trains only; each verified."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = build_tiny(seed=5)
+    model.model.layers[0].requires_grad_(False)
+    shard(model, compute_dtype=torch.float32, device=CPU, unsharded=False)
+    process = trainer_process(RunPaths(run_dir), rank)
+    sync = WeightSync(process, model, rank=rank, world_size=2, dtype=torch.float32, forced_logprobs=lambda ids: logprobs_of(model, ids))
+    sync.connect()
+    for version in (100, 101):
+        sync.start_push(version, trainable_only=True)
+        report = sync.finish_push()
+        assert report.verified
+        assert report.version == version
+    sync.close()
+    dist.destroy_process_group()

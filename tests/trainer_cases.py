@@ -149,15 +149,24 @@ def single_rank() -> Ranks:
 
 def run_ranks(work: Callable[..., None], size: int, *arguments: Any) -> None:
     """Call `work(ranks, *arguments)` in `size` new processes that are trainer ranks over gloo; raises what one of them raised."""
+    start_ranks(_join_and, size, work, *arguments)
+
+
+def start_ranks(work: Callable[..., None], size: int, *arguments: Any) -> None:
+    """Call `work(rank, *arguments)` in `size` new processes with torchrun's environment, which have joined nothing yet."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_one_rank, (size, store.port, work, arguments), nprocs=size)
+    mp.spawn(_start_rank, (size, store.port, work, arguments), nprocs=size)
 
 
-def _one_rank(rank: int, size: int, port: int, work: Callable[..., None], arguments: tuple) -> None:
+def _start_rank(rank: int, size: int, port: int, work: Callable[..., None], arguments: tuple) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    ranks = Ranks.join(rank=rank, size=size, on_gpu=False, health=Health.detached(f"trainer/{rank}"))
+    work(rank, *arguments)
+
+
+def _join_and(rank: int, work: Callable[..., None], *arguments: Any) -> None:
+    ranks = Ranks.join(rank=rank, size=int(os.environ["WORLD_SIZE"]), on_gpu=False, health=Health.detached(f"trainer/{rank}"))
     try:
         work(ranks, *arguments)
     except BaseException:

@@ -20,7 +20,8 @@ class PushControl:
         self._pause_mode = "abort" if sync_mode == "drain" else "keep"
         # A drained engine has no request whose KV could stay, and the reference clears the cache at each push.
         self._clears_cache = sync_mode == "drain" or kv_on_sync == "recompute"
-        self._is_open = False
+        self.is_open = False
+        """The first verified push is in: requests are let in."""
 
     async def answer(self, op: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Carry out one call. An error is an answer too: the trainer decides what becomes of the run."""
@@ -62,7 +63,7 @@ class PushControl:
         num_tokens = {self._engine.key_of(key): count for key, count in reports[0]["num_tokens"].items()}
         self._front.ledger.cut(num_tokens, version)
         await self._engine.resume()
-        if self._is_open:
+        if self.is_open:
             self._front.release()
         load_s = max(report["seconds"] for report in reports)
         return {"standstill_s": time.monotonic() - start, "load_s": load_s, "num_running": len(self._front.ledger)}
@@ -72,7 +73,7 @@ class PushControl:
         return {"logprobs": await self._engine.forced_logprobs(key, ids)}
 
     async def _open(self) -> None:
-        self._is_open = True
+        self.is_open = True
         self._front.release()
 
     async def _abort(self) -> None:

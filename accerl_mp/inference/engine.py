@@ -135,6 +135,8 @@ class Engine:
         # The output handler, the only reader, waits for the queue only after it has dealt with all it took.
         while not self.is_dead and (queue.qsize() or not queue._getters):
             await asyncio.sleep(0)
+        # The tasks that it woke stand ahead of this one in the loop: let them take their outputs.
+        await asyncio.sleep(0)
 
     @staticmethod
     def key_of(internal_id: str) -> str:
@@ -155,7 +157,6 @@ class Engine:
         with _refusals():
             collector = await self._llm.add_request(key, tokens_input(ids, cache_salt=salt), params)
             return await collector.get()
-
 
     def _check(self, ids: list[int]) -> None:
         """What vLLM does not check for prompts of ids: a long one would wait for ever, an unknown id kill the worker."""

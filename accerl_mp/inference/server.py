@@ -105,19 +105,27 @@ class InferenceServer:
             await self._calls.send_multipart([identity, protocol.pack_answer(number, answer)])
 
     async def _watch(self, metrics: MetricsSender) -> None:
-        """Look at the run and at the engine four times a second; report once a second."""
-        health, counts = self._process.health, self._front.counts
+        """Look at the run and at the engine four times a second; report once a second from the first push on."""
+        counts = self._front.counts
+        with self._process.health.waiting("trainer/0 to push the first weights", 0):
+            while not self._control.is_open:
+                await self._look()
+        counts.reset()
         while True:
             for _ in range(_METRICS_EVERY):
-                health.tick()
-                health.check()
-                if self._broken is not None:
-                    raise self._broken
-                if self._engine.is_dead:
-                    raise EngineError("vLLM's engine has died; its own messages are in this log")
-                await asyncio.sleep(_WATCH_S)
+                await self._look()
             metrics.values(_tags(counts, num_running=len(self._front.ledger)))
             counts.reset()
+
+    async def _look(self) -> None:
+        health = self._process.health
+        health.tick()
+        health.check()
+        if self._broken is not None:
+            raise self._broken
+        if self._engine.is_dead:
+            raise EngineError("vLLM's engine has died; its own messages are in this log")
+        await asyncio.sleep(_WATCH_S)
 
 
 def _tags(counts: FrontCounts, *, num_running: int) -> dict[str, channels.Value]:

@@ -1,6 +1,6 @@
 """The ingest process: between the rollouts and the trainer ranks' rings.
 
-    python -m accerl_mp.ingest --run-dir DIR
+python -m accerl_mp.ingest --run-dir DIR
 """
 
 from accerl_mp.ingest.loop import Ingest

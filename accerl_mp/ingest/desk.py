@@ -5,10 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from accerl_mp.ingest.dealer import Deal, Dealer
-from accerl_mp.ingest.inbox import receive_all
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import MessageError
@@ -21,7 +18,7 @@ class WorkDesk:
     """Asks are kept until there is something to play; a rollout that asks again replaces its ask."""
 
     def __init__(
-        self, context: zmq.Context, paths: RunPaths, *, dealer: Dealer, games: list[Path], eval_games: list[Path], table: HealthTable
+        self, context: sockets.Context, paths: RunPaths, *, dealer: Dealer, games: list[Path], eval_games: list[Path], table: HealthTable
     ) -> None:
         self._dealer, self._table = dealer, table
         self._games = {"train": games, "eval": eval_games}
@@ -36,7 +33,7 @@ class WorkDesk:
 
     def receive(self, version: int, is_done: Callable[[int], bool]) -> None:
         """Take asks and failures. `is_done`: groups that need not be played any more, whoever holds them."""
-        for sender, frames in receive_all(self.socket):
+        for sender, frames in sockets.receive_all(self.socket):
             try:
                 self._take(sender, frames[0], version, is_done)
             except MessageError as error:

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import zmq
-
 from accerl_mp.ingest.dealer import Dealer
 from accerl_mp.ingest.rings import Rings
 from accerl_mp.samples import RLSample, SampleError
@@ -16,9 +14,6 @@ from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import MessageError
 from accerl_mp.transport.codec import CodecError, decode_samples, sample_size_bytes
 from accerl_mp.transport.ring_memory import RingError
-
-MAX_MESSAGES = 64
-"""Taken from a socket before the loop goes on."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +50,7 @@ class Inbox:
     """
 
     def __init__(
-        self, context: zmq.Context, paths: RunPaths, *, rings: Rings, dealer: Dealer, take_evaluated: Callable[[dict[str, Any]], None]
+        self, context: sockets.Context, paths: RunPaths, *, rings: Rings, dealer: Dealer, take_evaluated: Callable[[dict[str, Any]], None]
     ) -> None:
         self._rings, self._dealer, self._take_evaluated = rings, dealer, take_evaluated
         self._waiting: dict[int, _Waiting] = {}
@@ -70,7 +65,7 @@ class Inbox:
         return len(self._waiting)
 
     def receive(self) -> None:
-        for sender, frames in receive_all(self.socket):
+        for sender, frames in sockets.receive_all(self.socket):
             try:
                 self._take(sender, channels.unpack("played", frames[0]), frames[1:])
             except (MessageError, IndexError) as error:
@@ -127,15 +122,6 @@ class Inbox:
 
     def _ack(self, sender: bytes, group_id: int) -> None:
         self.socket.send_multipart([sender, channels.pack("ack", {"op": "ack", "group_id": group_id})])
-
-
-def receive_all(socket: zmq.Socket) -> list[tuple[bytes, list[bytes]]]:
-    """(sender, frames) of every message that is there, up to MAX_MESSAGES."""
-    messages = []
-    while len(messages) < MAX_MESSAGES and socket.poll(0):
-        sender, *frames = socket.recv_multipart()
-        messages.append((sender, frames))
-    return messages
 
 
 def _checked(message: dict[str, Any], samples: list[RLSample]) -> list[RLSample]:

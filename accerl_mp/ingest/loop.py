@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from accerl_mp.games import list_eval_games, list_games
 from accerl_mp.ingest.admission import Admission, Progress, Supply
 from accerl_mp.ingest.balance import FlopsEstimate
@@ -58,9 +56,6 @@ class Ingest:
         self._desk = WorkDesk(
             self._context, paths, dealer=self._dealer, games=self._games, eval_games=self._eval_games, table=process.health.table
         )
-        self._poller = zmq.Poller()
-        for socket in (self._desk.socket, self._inbox.socket):
-            self._poller.register(socket, zmq.POLLIN)
         self._new_counts()  # what an earlier ingest counted in the rings is reported already
 
     def run(self) -> None:
@@ -71,8 +66,7 @@ class Ingest:
                 self._process.health.tick()
                 self._wait()
                 self._start_evaluation()
-                self._inbox.receive()
-                self._inbox.put()
+                self._take_groups()
                 self._end_evaluation()
                 self._follow()
                 self._desk.receive(self._version, self._is_done)
@@ -106,7 +100,13 @@ class Ingest:
         what = "room in the rings" if self._inbox.num_waiting else "rollouts, or a need for more groups"
         with self._timer.phase("wait"), self._process.health.waiting(what, timeout_s=0) as wait:
             wait.check()
-            self._poller.poll(1000 * (BUSY_POLL_S if is_busy else IDLE_POLL_S))
+            sockets.wait_readable([self._desk.socket, self._inbox.socket], BUSY_POLL_S if is_busy else IDLE_POLL_S)
+
+    def _take_groups(self) -> None:
+        with self._timer.phase("receive"):
+            self._inbox.receive()
+        with self._timer.phase("put"):
+            self._inbox.put()
 
     def _is_done(self, group_id: int) -> bool:
         return self._rings.has_group(group_id)

@@ -12,7 +12,8 @@ from accerl_mp.config import Config
 from accerl_mp.launcher.environment import gpu_plan, rank_environment
 from accerl_mp.launcher.sweep import sweep
 from accerl_mp.topology import RunPaths
-from accerl_mp.transport.health import PARENT_PID
+from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.health import FAILURE_FILE, PARENT_PID
 from accerl_mp.transport.process import Process, run_process
 
 _SUPERVISOR_LEAVES_S = 45.0
@@ -59,12 +60,20 @@ def _wait_for_supervisor(paths: RunPaths, pid: int) -> int:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             code = os.waitstatus_to_exitcode(status)
-            if code != 0:
-                sweep(paths)
+            if code < 0:
+                _report_killed(paths, code)
             return code
         time.sleep(0.05)
-    print(f"the supervisor did not end within {_SUPERVISOR_LEAVES_S:.0f} s: killed", file=sys.stderr)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    sweep(paths)
+    _report_killed(paths, None)
     return 1
+
+
+def _report_killed(paths: RunPaths, code: int | None) -> None:
+    """The supervisor could neither say why the run ends nor clean up: do both for it."""
+    file = paths.run_dir / FAILURE_FILE
+    detail = "it was killed" if code is not None else f"it did not end within {_SUPERVISOR_LEAVES_S:.0f} s"
+    if not file.exists():
+        PeerLost("supervisor/0", code, str(paths.log("supervisor", 0)), detail).save(file)
+    sweep(paths)

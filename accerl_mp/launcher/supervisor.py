@@ -48,6 +48,7 @@ class End:
     reason: str
     """finished: training is over. stopped: asked to. orphaned: rank 0 is gone. failed: `lost` says what."""
     lost: PeerLost | None = None
+    detail: str = ""
 
 
 def fork_supervisor(run_dir: Path, roles: list[Role] | None = None) -> int:
@@ -146,14 +147,14 @@ class Supervisor:
         if lost := _first_failure(ranks, self._paths):
             return End("failed", lost)
         if os.getppid() != self._parent_pid:
-            return End("orphaned")
+            return End("orphaned", detail="trainer/0 is gone")
         if self._board.get("finished") or all(row.state == "ended" for row in ranks):
             return End("finished")
         if self._paths.stop.exists():
-            return End("stopped")
+            return End("stopped", detail="it was asked to stop")
         if self._launcher_pid is not None and not is_alive(self._launcher_pid):
-            return End("stopped")
-        return End("stopped") if self._stop_asked else None
+            return End("stopped", detail="launch.sh is gone")
+        return End("stopped", detail=f"the supervisor got {self._stop_asked}") if self._stop_asked else None
 
     def _look_at_children(self) -> None:
         """Starts that are due, state `starting` that lasts too long, orphans, a debugger that died."""
@@ -228,7 +229,7 @@ class Supervisor:
         if end.lost is not None:
             self._report(end.lost)
         elif end.reason in ("stopped", "orphaned"):
-            _log.info("ends the run: %s", "rank 0 is gone" if end.reason == "orphaned" else "it was asked to stop")
+            _log.info("ends the run: %s", end.detail)
             self._board.set("stop", 1)
         fast = end.reason in ("failed", "orphaned")
         for role in self._roles:
@@ -259,7 +260,8 @@ class Supervisor:
         if not self._wait_ended(alive, timeout_s):
             for child in alive:
                 if child.pid:
-                    _log.warning("%s did not stop within %.0f s: killed", child.name, timeout_s)
+                    level = logging.INFO if self._board.get("failed") else logging.WARNING
+                    _log.log(level, "%s did not stop within %.0f s: killed", child.name, timeout_s)
                     child.kill()
             self._wait_ended(alive, 5.0)
 
@@ -331,10 +333,10 @@ def _wake_on_signals(handler: object) -> int:
 
 
 def _first_failure(ranks: list[HealthRow], paths: RunPaths) -> PeerLost | None:
-    """The rank that failed first, or that was killed: the others only follow."""
+    """The rank that was killed, else the one that failed first: the others only follow."""
     failed = sorted((row for row in ranks if row.state == "failed"), key=lambda row: row.changed)
     killed = [row for row in ranks if row.pid and row.state not in ("ended", "failed") and not is_alive(row.pid)]
-    for row in failed + killed:
+    for row in killed + failed:
         role, _, index = row.name.partition("/")
         return PeerLost(row.name, None, str(paths.log(role, int(index))), row.error or "it died without a word (killed?)")
     return None

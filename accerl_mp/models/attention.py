@@ -37,16 +37,13 @@ class Segments:
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(lengths, ends.to(device, non_blocking=True))
 
-    def forward_arguments(self) -> dict[str, Any]:
-        """Under the names that Transformers' own flash attention reads too."""
+    def forward_arguments(self, attention: str) -> dict[str, Any]:
+        """For the function named `attention`; the varlen ones under the names that Transformers' own flash attention reads."""
+        if attention == SEGMENTS:
+            return {"segment_lengths": self.lengths}
+        # No list of lengths here: a compiled layer would be compiled again for each.
         longest = max(self.lengths)
-        return {
-            "cu_seq_lens_q": self.cu_seqlens,
-            "cu_seq_lens_k": self.cu_seqlens,
-            "max_length_q": longest,
-            "max_length_k": longest,
-            "segment_lengths": self.lengths,
-        }
+        return {"cu_seq_lens_q": self.cu_seqlens, "cu_seq_lens_k": self.cu_seqlens, "max_length_q": longest, "max_length_k": longest}
 
 
 def segment_attention(

@@ -3,15 +3,16 @@
 Order for a sharded model, so that no rank ever holds a whole one: `load_model(meta=True)`, `fsdp.shard`, `load_weights`.
 """
 
+from inspect import signature
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from accerl_mp.config import Config
 from accerl_mp.models.attention import choose
-from accerl_mp.models.fsdp import decoder_layers
+from accerl_mp.models.fsdp import decoder_layers, reshard
 from accerl_mp.models.names import persistent_buffers, remember_conversion
 from accerl_mp.models.sources import open_source
 
@@ -138,10 +139,29 @@ def _disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+
+def model_problems(config: Config, device: torch.device) -> list[str]:
+    """What the trainer would refuse about the model, found without reading a weight (for the launcher; takes a second)."""
+    try:
+        model = load_model(config, device, meta=True)
+    except (ValueError, OSError) as error:
+        return [f"--model-path {config.model.model_path}: {error}"]
+    problems = []
+    if config.batch.train_logprob_mode == "response_only_lm_head" and "logits_to_keep" not in signature(model.forward).parameters:
+        problems.append(f"--train-logprob-mode response_only_lm_head: {type(model).__name__} has no logits_to_keep; use full_logits_ce")
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        problems.append(f"--model-path {config.model.model_path}: {type(model).__name__} caps its attention scores, which is not supported")
+    return problems
 
 
-def logits_of(model: nn.Module, input_ids: Tensor, position_ids: Tensor, **arguments: object) -> Tensor:
-    """Forward without cache and without a router's auxiliary loss."""
-    return model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **arguments).logits
+@torch.no_grad()
+def check_logits_to_keep(model: nn.Module, device: torch.device) -> None:
+    """Compare the head at chosen positions with the head everywhere on a few tokens. Collective if sharded.
+
+    Raises ValueError where the model takes `logits_to_keep` for something else than positions.
+    """
+    tokens, kept = torch.arange(8, device=device)[None], torch.tensor([1, 2, 5], device=device)
+    everywhere, chosen = (model(input_ids=tokens, use_cache=False, **arguments).logits for arguments in ({}, {"logits_to_keep": kept}))
+    reshard(model)
+    if chosen.shape != everywhere[:, kept].shape or not torch.allclose(chosen, everywhere[:, kept], atol=1e-2, rtol=1e-2):
+        raise ValueError(f"{type(model).__name__} does not take positions as logits_to_keep: use --train-logprob-mode full_logits_ce")

@@ -51,6 +51,8 @@ class WalkExamples:
             transcript.add_reply_text(rename(turn.reply))
             roles += [PROMPT] * len(prompt)
             roles += [_ROLES[turn.kind]] * (len(transcript.ids) - len(roles))
+            if len(roles) >= self._max_length:
+                break
             rejected = normalise(turn.reply) or turn.reply if turn.kind == "invalid" else None
         return Example(transcript.ids[: self._max_length], roles[: self._max_length])
 

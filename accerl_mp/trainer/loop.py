@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from accerl_mp.models.build import compute_dtype, load_model, load_weights
+from accerl_mp.models.build import check_logits_to_keep, compute_dtype, load_model, load_weights
 from accerl_mp.models.fsdp import compile_layers, fits_unsharded, shard
 from accerl_mp.timing import Timer
 from accerl_mp.trainer.checkpoint import export, export_folder, trainer_state
@@ -84,6 +84,8 @@ class Trainer:
         self._start_push()
         self._finish_push()
         self._process.health.set_state("running")
+        self._metrics.start()  # vLLM's start is no part of the first round
+        self._timer.take()
         self._ask_evaluation()
         while not self._is_over():
             self._run_round()
@@ -240,6 +242,8 @@ def build_sharded(process: Process, ranks: Ranks, dtype: torch.dtype) -> tuple[t
         compile_layers(model)
     shard(model, compute_dtype=dtype, device=device, unsharded=unsharded)
     load_weights(model, Path(config.model.model_path), device, trust_remote_code=config.model.trust_remote_code)
+    if config.batch.train_logprob_mode == "response_only_lm_head":
+        check_logits_to_keep(model, device)
     count, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True))
     _log.info(
         "model ready in %.1f s: %.2f M parameters, %.2f M of them trained (--train-mode %s), %s compute, attention %s",

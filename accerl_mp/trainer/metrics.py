@@ -33,7 +33,7 @@ class RoundMetrics:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._config, self._ranks = config, ranks
         self._all_tokens = self._all_samples = 0.0
-        self._start()
+        self.start()
 
     def add_step(self, result: StepResult, samples: list[RLSample], *, choose_seconds: float) -> None:
         """One optimizer step of this rank. A skipped one counts as bad and adds nothing to the means."""
@@ -77,10 +77,11 @@ class RoundMetrics:
             values |= self._pack_values(sums)
         if largest["memory_gib"] > 0:
             values["Train/PeakMemoryGiB"] = (largest["memory_gib"], 1, largest["memory_gib"])
-        self._start()
+        self.start()
         return values
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin a round: nothing summed, the clock at 0."""
         self._sums: dict[str, float] = defaultdict(float)
         self._largest: dict[str, float] = defaultdict(float)
         self._grad_norms: list[float] = []

@@ -152,6 +152,7 @@ class Stepper:
             sums = torch.cat([loss.detach()[None], torch.stack(parts).sum(1)])
             return sums, ratio.max()
 
+    @torch.no_grad()
     def _update(self, loss_share: Tensor, rate: float) -> tuple[float, bool]:
         """(gradient norm before clipping, whether the step was skipped). The norm is over all ranks' shards."""
         grads = [_local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
@@ -192,7 +193,7 @@ class Stepper:
 
 def micro_batch_logprobs(model: nn.Module, batch: MicroBatch, config: Config) -> tuple[Tensor, Tensor]:
     """(log-probability, entropy) of each trained token under the sampling temperature, each [R] float32."""
-    arguments = batch.segments.forward_arguments() if batch.segments else {}
+    arguments = batch.segments.forward_arguments(model.config._attn_implementation) if batch.segments else {}
     only_needed = config.batch.train_logprob_mode == "response_only_lm_head" and batch.is_packed
     if only_needed:
         arguments["logits_to_keep"] = batch.prediction_indices

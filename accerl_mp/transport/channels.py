@@ -195,14 +195,21 @@ class MetricsReceiver:
             except zmq.Again:
                 break
             try:
-                records.append(unpack(unpack_any(data).get("kind", ""), data))
-            except (MessageError, KeyError):
+                records.append(_metric(data))
+            except MessageError:
                 self.num_broken += 1
         return records
 
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+
+
+def _metric(data: bytes) -> dict[str, Any]:
+    kind = unpack_any(data).get("kind")
+    if kind not in ("values", "episode", "round"):
+        raise MessageError(f"metric of kind {kind!r}")
+    return unpack(kind, data)
 
 
 def _triple(value: Value) -> tuple[float, float, float]:

@@ -92,11 +92,6 @@ def decode_sample(record: Frame) -> RLSample:
     return _build("record", num_tokens, num_trained, scalars, view[start:])
 
 
-def max_record_bytes(num_tokens: int) -> int:
-    """Bytes that a record of `num_tokens` takes at most (every token trained, scalars at their longest)."""
-    return _PREFIX.size + 128 + _body_size(num_tokens, num_tokens)
-
-
 def _array_buffers(sample: RLSample) -> list[Frame]:
     buffers: list[Frame] = []
     for name, dtype in _ARRAYS:
@@ -179,4 +174,3 @@ def _unpack(data: memoryview, name: str) -> Any:
         return msgpack.unpackb(data, use_list=True, strict_map_key=True)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise CodecError(f"{name}: not msgpack: {error}") from error
-

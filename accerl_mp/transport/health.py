@@ -367,15 +367,23 @@ class Wait:
         waited = self.waited_s
         if waited >= self._warn_at_s:
             self._warn_at_s *= 2
-            _log.warning("has waited %.0f s for %s%s", waited, self.what, f" ({self.flag})" if self.flag else "")
+            # Starting takes minutes with a large model: who waits for that has nothing to warn of yet.
+            level = logging.INFO if self._awaits_a_start() else logging.WARNING
+            _log.log(level, "has waited %.0f s for %s%s", waited, self.what, f" ({self.flag})" if self.flag else "")
         if self.remaining_s <= 0:
             self._dump_stacks()
             raise DeadlineExpired(self._health.name, self.what, waited, self.flag)
 
+    def _awaits_a_start(self) -> bool:
+        peers = self._peers()
+        return any(row.state in ("none", "starting") for row in self._health.table.snapshot() if row.name in peers)
+
     def _dump_stacks(self) -> None:
-        table = self._health.table
-        names = [name for name in table.names if (name.startswith(self._peer) if self._peer else name in self.what)]
-        table.dump_stacks(names or table.names)
+        self._health.table.dump_stacks(self._peers() or self._health.table.names)
+
+    def _peers(self) -> list[str]:
+        names = self._health.table.names
+        return [name for name in names if (name.startswith(self._peer) if self._peer else name in self.what)]
 
 
 def is_alive(pid: int) -> bool:

@@ -31,6 +31,9 @@ _ATTACH_TIMEOUT_S = 60.0
 _BEAT_S = 1.0
 _GRACE_S = {"failed": 10.0, "stop": 25.0}
 """How long a process may go on after the run has failed or was asked to stop: its main thread may be stuck in a collective."""
+_CAUSE_S = 0.5
+_EXIT_S = 60.0
+"""Longer than rank 0 waits for the supervisor on its way out."""
 _PR_SET_PDEATHSIG = 1
 
 _log = logging.getLogger(__name__)
@@ -46,7 +49,7 @@ class Process:
     config: Config
     health: Health
     board: Board
-    stacks: TextIO
+    stacks: TextIO = sys.stderr
     """The log again, for faulthandler, which needs a file of its own."""
 
     @property
@@ -69,6 +72,10 @@ def run_process(role: str, main: Callable[[Process], None], argv: list[str] | No
     code = _run(process, main)
     stop_beating.set()
     heart.join()
+    # A library's thread may never end, and the interpreter waits for it.
+    guard = threading.Timer(_EXIT_S, os._exit, [code])
+    guard.daemon = True
+    guard.start()
     logging.shutdown()
     sys.exit(code)
 
@@ -133,9 +140,7 @@ def _dump_stacks_on_usr1(log_file: Path) -> TextIO:
 def _run(process: Process, main: Callable[[Process], None]) -> int:
     health = process.health
     try:
-        if debugging.wanted_at_start(process.name):
-            breakpoint()
-        main(process)
+        debugging.call(process.name, main, process)
     except Closed as end:
         _log.info("ends: %s", end or "closed")
     except PeerLost as lost:
@@ -144,11 +149,32 @@ def _run(process: Process, main: Callable[[Process], None]) -> int:
         health.set_state("ended")
         return 1
     except Exception as error:
+        if lost := _cause(health):
+            _log.info("ends: %s; then: %s: %s", lost, type(error).__name__, error, exc_info=True)
+            health.set_state("ended")
+            return 1
         _log.exception("failed: %s: %s", type(error).__name__, error)
         health.fail(error)
         return 1
     health.set_state("ended")
     return 0
+
+
+def _cause(health: Health) -> PeerLost | None:
+    """An earlier failure that explains this process's error: a collective breaks a moment before the supervisor sees who died.
+
+    waits for      the board's `failed`, at most half a second
+    """
+    deadline = time.monotonic() + _CAUSE_S
+    while time.monotonic() < deadline:
+        try:
+            health.check()
+        except PeerLost as lost:
+            return lost
+        except Closed:
+            return None
+        time.sleep(0.02)
+    return None
 
 
 def _beat(process: Process, stop: threading.Event) -> None:

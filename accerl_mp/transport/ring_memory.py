@@ -140,11 +140,6 @@ def create_file(path: Path, *, capacity: int, size_bytes: int) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def ring_file_bytes(capacity: int, size_bytes: int) -> int:
-    """Bytes in /dev/shm of a ring for `capacity` samples of `size_bytes` in all."""
-    return _offsets(capacity, capacity + pages_for(size_bytes))["end"]
-
-
 def pages_for(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES)
 

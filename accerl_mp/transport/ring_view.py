@@ -13,7 +13,6 @@ READER_REASONS = ("trained", "expired", "refused", "torn", "lost")
 """What a reader counts: released after training, as too old, or by its own checks; failed the CRC; evicted between listing and reading."""
 
 
-
 class RingView:
     """Counts and sizes, nothing that changes the ring. Any number of processes may watch."""
 

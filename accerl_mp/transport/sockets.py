@@ -5,6 +5,7 @@ Every channel is an ipc socket in the run's own folder (0700), so two runs on on
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ MAX_MESSAGE_BYTES = 1 << 30
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
 
 Context = zmq.Context | zmq.asyncio.Context
+Socket = zmq.Socket
 
 
 def new_context() -> zmq.Context:
@@ -75,6 +77,23 @@ def connect_push(context: Context, paths: RunPaths, channel: str) -> Any:
     socket = _socket(context, zmq.PUSH)
     socket.connect(endpoint(paths, channel))
     return socket
+
+
+def wait_readable(sockets: Sequence[zmq.Socket], timeout_s: float) -> bool:
+    """Sleep until one of these sockets has a message, at most `timeout_s`; whether one has."""
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
+
+
+def receive_all(router: zmq.Socket, limit: int = 64) -> list[tuple[bytes, list[bytes]]]:
+    """(sender's identity, frames) of every message that is there, up to `limit`. Does not wait."""
+    messages: list[tuple[bytes, list[bytes]]] = []
+    while len(messages) < limit and router.poll(0):
+        sender, *frames = router.recv_multipart()
+        messages.append((sender, frames))
+    return messages
 
 
 def _socket(context: Context, kind: int) -> Any:

@@ -1,0 +1,206 @@
+"""Sockets and channels: fixed identities, two runs side by side, messages that are checked, metrics that never wait."""
+
+import asyncio
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.channels import MESSAGES, MessageError, MetricsReceiver, MetricsSender, pack, pack_ask, unpack
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> Iterator[RunPaths]:
+    paths = RunPaths(tmp_path)
+    yield paths
+    shutil.rmtree(paths.sockets, ignore_errors=True)
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context]:
+    context = sockets.new_context()
+    yield context
+    context.destroy(linger=0)
+
+
+def receive(socket: zmq.Socket, timeout_s: float = 5.0) -> list[bytes]:
+    assert sockets.wait_readable([socket], timeout_s), "nothing came"
+    return socket.recv_multipart()
+
+
+def test_a_router_knows_its_clients_by_name(paths, context):
+    router = sockets.bind_router(context, paths, channels.WORK)
+    dealers = [sockets.connect_dealer(context, paths, channels.WORK, identity=f"rollout/{index}") for index in range(3)]
+    for index, dealer in enumerate(dealers):
+        dealer.send(b"%d" % index)
+    assert sorted(receive(router) for _ in dealers) == [[b"rollout/0", b"0"], [b"rollout/1", b"1"], [b"rollout/2", b"2"]]
+    router.send_multipart([b"rollout/1", b"for you"])
+    assert receive(dealers[1]) == [b"for you"]
+    assert not sockets.wait_readable(dealers, 0.1)
+
+
+def test_a_client_that_was_started_again_takes_its_predecessors_place(paths, context):
+    router = sockets.bind_router(context, paths, channels.WORK)
+    first = sockets.connect_dealer(context, paths, channels.WORK, identity="rollout/0")
+    first.send(b"first")
+    receive(router)
+    second = sockets.connect_dealer(context, paths, channels.WORK, identity="rollout/0")  # the first has not gone yet, as after kill -9
+    second.send(b"second")
+    assert receive(router) == [b"rollout/0", b"second"]
+    router.send_multipart([b"rollout/0", b"reply"])
+    assert receive(second) == [b"reply"]
+    assert not sockets.wait_readable([first], 0.1)
+
+
+def test_a_client_finds_a_server_that_starts_later_or_again(paths, context):
+    dealer = sockets.connect_dealer(context, paths, channels.WORK, identity="rollout/0")
+    dealer.send(b"early")
+    router = sockets.bind_router(context, paths, channels.WORK)
+    assert receive(router) == [b"rollout/0", b"early"]
+    router.close()
+    dealer.send(b"lost, or not: therefore asks are repeated")
+    router, deadline = sockets.bind_router(context, paths, channels.WORK), time.monotonic() + 5
+    while not sockets.wait_readable([router], 0.1):
+        assert time.monotonic() < deadline
+        dealer.send(b"again")
+    assert receive(router)[0] == b"rollout/0"
+
+
+def test_sending_to_a_client_that_is_gone_does_not_block(paths, context):
+    router = sockets.bind_router(context, paths, channels.WORK)
+    for _ in range(1000):
+        router.send_multipart([b"nobody", b"x"])
+
+
+def test_two_runs_never_meet(tmp_path, context):
+    runs = [RunPaths(tmp_path / name) for name in ("one", "two")]
+    routers = [sockets.bind_router(context, paths, channels.WORK) for paths in runs]
+    dealers = [sockets.connect_dealer(context, paths, channels.WORK, identity="rollout/0") for paths in runs]
+    for index, dealer in enumerate(dealers):
+        dealer.send(b"run %d" % index)
+    assert [receive(router) for router in routers] == [[b"rollout/0", b"run 0"], [b"rollout/0", b"run 1"]]
+    for paths in runs:
+        shutil.rmtree(paths.sockets)
+
+
+def test_the_socket_folder_is_for_this_user_alone(paths, context):
+    sockets.bind_router(context, paths, channels.WORK)
+    assert stat.S_IMODE(paths.sockets.stat().st_mode) == 0o700
+    assert len(sockets.endpoint(paths, "requests", 99)) < 107
+
+
+def test_receive_all_takes_what_is_there_and_no_more_than_its_limit(paths, context):
+    router = sockets.bind_router(context, paths, channels.SAMPLES)
+    dealer = sockets.connect_dealer(context, paths, channels.SAMPLES, identity="rollout/0")
+    for number in range(5):
+        dealer.send_multipart([b"%d" % number, b"frame"])
+    assert sockets.wait_readable([router], 5)
+    time.sleep(0.2)
+    assert sockets.receive_all(router, limit=3) == [(b"rollout/0", [b"%d" % number, b"frame"]) for number in range(3)]
+    assert len(sockets.receive_all(router)) == 2
+    assert sockets.receive_all(router) == []
+
+
+def test_async_sockets_work_alike(paths):
+    async def talk() -> list[bytes]:
+        context = sockets.new_async_context()
+        router = sockets.bind_router(context, paths, channels.REQUESTS, 1)
+        dealer = sockets.connect_dealer(context, paths, channels.REQUESTS, identity="rollout/0", index=1)
+        await dealer.send(b"prompt")
+        request = await asyncio.wait_for(router.recv_multipart(), 5)
+        context.destroy(linger=0)
+        return request
+
+    assert asyncio.run(talk()) == [b"rollout/0", b"prompt"]
+
+
+EXAMPLES = {int: 3, str: "text", bytes: b"\x00\x01", list: [1, 2], dict: {"a": 1}, (int, float): 0.5, (str, type(None)): None}
+
+
+def example(name: str) -> dict:
+    return {field: EXAMPLES[kind] for field, kind in MESSAGES[name].items()}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_every_message_comes_back_and_every_field_is_checked(name):
+    message = example(name)
+    assert unpack(name, pack(name, message)) == message
+    assert unpack(name, pack(name, message | {"more": 1}))["more"] == 1
+    for field in message:
+        with pytest.raises(MessageError, match=rf"{name}\.{field}"):
+            pack(name, {key: value for key, value in message.items() if key != field})
+        with pytest.raises(MessageError, match=rf"{name}\.{field}"):
+            unpack(name, msgpack.packb(message | {field: 2.5j.imag if field not in ("temperature", "time") else "x"}))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"[1, 2]", msgpack.packb([1, 2]), msgpack.packb(7), os.urandom(50), pack_ask(1, [2])[:-1]])
+def test_what_is_no_message_raises(data):
+    with pytest.raises(MessageError):
+        unpack("ask", data)
+
+
+def test_group_ids_of_evaluations_fit():
+    assert unpack("ask", pack_ask(1, [2**62]))["holding"] == [2**62]
+
+
+def test_metrics_arrive_as_sum_count_and_max(paths):
+    receiver, sender = MetricsReceiver(paths), MetricsSender(paths, "rollout/0")
+    sender.values({"A/Number": 2, "A/Triple": (6.0, 3, 4)})
+    sender.values({"Eval/WinRate": (3, 4, 1)}, step=7, version=2)
+    sender.episode({"episode_id": 1})
+    sender.round({"step": 3, "version": 1, "values": {"Train/Loss": 0.5}})
+    records = []
+    while len(records) < 4:
+        new = receiver.receive(5.0)
+        assert new, "nothing came"
+        records += new
+    values, point, episode, closed = records
+    assert (values["source"], values["values"]) == ("rollout/0", {"A/Number": [2.0, 1.0, 2.0], "A/Triple": [6.0, 3.0, 4.0]})
+    assert (point["step"], point["version"]) == (7, 2)
+    assert episode["episode"] == {"episode_id": 1}
+    assert (closed["kind"], closed["step"], closed["values"]) == ("round", 3, {"Train/Loss": [0.5, 1.0, 0.5]})
+    assert closed["time"] == pytest.approx(time.time(), abs=60)
+    sender.close()
+    receiver.close()
+
+
+def test_metrics_never_wait_and_drops_are_counted(paths):
+    sender, started = MetricsSender(paths, "rollout/0"), time.monotonic()
+    for _ in range(12_000):  # nobody receives
+        sender.values({"A/Number": 1})
+    assert sender.num_dropped > 0
+    num_dropped = sender.num_dropped
+    assert time.monotonic() - started < 20
+    receiver, records = MetricsReceiver(paths), []
+    while len(records) < 12_000 - num_dropped:
+        new = receiver.receive(5.0)
+        assert new, "nothing came"
+        records += new
+    sender.values({"A/Number": 1})
+    [last] = receiver.receive(5.0)
+    assert last["values"]["Stats/DroppedRecords"] == [num_dropped, 1.0, num_dropped]
+    assert sender.num_dropped == 0
+    sender.close()
+    receiver.close()
+
+
+def test_a_broken_metric_is_counted_and_skipped(paths, context):
+    receiver = MetricsReceiver(paths)
+    push = sockets.connect_push(context, paths, channels.METRICS)
+    for data in (b"junk", msgpack.packb({"kind": "no such kind"}), msgpack.packb({"kind": ["a list"]})):
+        push.send(data)
+    push.send(pack("values", example("values") | {"kind": "values"}))
+    records = []
+    while not records:
+        records = receiver.receive(5.0)
+    assert len(records) == 1
+    assert receiver.num_broken == 3
+    receiver.close()
