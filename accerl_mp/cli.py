@@ -6,6 +6,7 @@ flags behind it override it.
 
 import argparse
 import dataclasses
+import difflib
 import shlex
 import types
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     """All flags, grouped as the dataclasses are. Defaults stay in the dataclasses: the parser knows only what was typed."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
+        usage=f"{PROGRAM} [FLAGS ...] [@FILE ...]",
         description=DESCRIPTION,
         epilog="@FILE reads flags from a file.",
         argument_default=argparse.SUPPRESS,
@@ -41,8 +43,17 @@ def option_of(field_name: str) -> str:
 
 
 def parse(argv: list[str], *, environ: Mapping[str, str]) -> Config:
-    """Flags as typed -> Config, not resolved. Raises ConfigError for a file that cannot be read; argparse exits for unknown flags."""
-    return Config.from_flat(vars(build_parser().parse_args(expand(argv, environ=environ))))
+    """Flags as typed -> Config, not resolved. ConfigError: unknown flags, unreadable files; argparse exits for bad values."""
+    values, unknown = build_parser().parse_known_args(expand(argv, environ=environ))
+    if unknown:
+        raise ConfigError([_unknown(word) for word in unknown if word.startswith("-")] or [f"{unknown[0]!r} belongs to no flag"])
+    return Config.from_flat(vars(values))
+
+
+def _unknown(word: str) -> str:
+    flag = word.split("=", 1)[0]
+    near = difflib.get_close_matches(flag, [option_of(f.name) for group in GROUPS.values() for f in dataclasses.fields(group)], n=1)
+    return f"{flag}: no such flag" + (f"; did you mean {near[0]}?" if near else "; bash launch.sh --help lists them")
 
 
 def expand(argv: list[str], *, environ: Mapping[str, str]) -> list[str]:

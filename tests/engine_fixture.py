@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,9 @@ class InferenceRun:
         return self.sync.finish_push()
 
     def close(self) -> None:
-        """Stop as the supervisor does: ask, wait, kill the session; then take the files away."""
+        """Stop as the supervisor does: ask, wait, kill the session; then take the files away. Once."""
+        if self.popen.returncode is not None and not self.paths.board.exists():
+            return
         if self.sync is not None:
             self.sync.close()
         self.popen.terminate()
@@ -107,6 +110,7 @@ class InferenceRun:
             "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": str(sockets.make_folder(self.paths)),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -186,13 +190,28 @@ def start_inference(folder: Path, *, tied: bool = True, seed: int = 0, **setting
         run.close()
 
 
-@pytest.fixture(scope="session")
-def engine() -> Iterator[InferenceRun]:
-    """One tied model for all tests, connected and pushed once."""
-    with tempfile.TemporaryDirectory() as folder, start_inference(Path(folder)) as run:
+_shared: list[InferenceRun] = []
+
+
+def _start_pushed(folder: Path) -> InferenceRun:
+    run = InferenceRun(folder, build_tiny(vocab_size=VOCABULARY))
+    try:
         run.connect()
         run.push(0)
-        yield run
+    except BaseException:
+        run.close()
+        raise
+    return run
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[InferenceRun]:
+    """One tied model for all tests, connected and pushed once. Each module that imports this fixture gets the same one."""
+    with tempfile.TemporaryDirectory() as folder:
+        if not _shared:
+            _shared.append(_start_pushed(Path(folder)))
+        yield _shared[0]
+        _shared[0].close()
 
 
 @pytest.fixture
@@ -205,8 +224,6 @@ def client(engine: InferenceRun) -> Iterator[RequestClient]:
 @contextlib.contextmanager
 def _died_early(run: InferenceRun) -> Iterator[None]:
     """While waiting for the process to start, notice its death: there is no supervisor here to say so."""
-    import threading
-
     ready = threading.Event()
 
     def watch() -> None:

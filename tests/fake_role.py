@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 from accerl_mp.transport.process import Process, run_process
@@ -16,6 +17,9 @@ def main(process: Process) -> None:
         raise ValueError("no such weights")
     if mode == "grandchild":
         _start_grandchild(process.paths.run_dir)
+    if mode == "shares":
+        process.shared = SharedMemory(create=True, size=4096)  # type: ignore[attr-defined]  # held open as long as the process
+        (process.paths.run_dir / "shared").write_text(process.shared.name)  # type: ignore[attr-defined]
     if mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "breakpoint":

@@ -99,6 +99,15 @@ def test_missing_files_and_unset_variables_are_reported_together(tmp_path: Path)
     assert all(word in str(error.value) for word in ("$MODEL_PATH", "$GAMES", "/no/such"))
 
 
+def test_an_unknown_flag_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(["--modelpath", "m", "--max-step=3"], environ={})
+    assert error.value.problems == [
+        "--modelpath: no such flag; did you mean --model-path?",
+        "--max-step: no such flag; did you mean --max-steps?",
+    ]
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "expected"),
     [(0, ("cpu", 2, 1, "float32", "sdpa")), (1, ("colocated", 1, 1, "bfloat16", "varlen")), (4, ("dedicated", 3, 1, "bfloat16", "varlen"))],

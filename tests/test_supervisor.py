@@ -247,6 +247,29 @@ def test_what_a_killed_run_left_is_swept_by_the_next_start(start: Callable[..., 
     run.assert_nothing_left()
 
 
+def test_shared_memory_of_a_killed_process_is_unlinked_by_its_tracker_or_else_by_the_next_start(start: Callable[..., Run]) -> None:
+    run = start("inference:shares")
+    pids = run.wait_running("inference/0", "trainer/0")
+    first = Path("/dev/shm") / (run.paths.run_dir / "shared").read_text()
+    assert first.exists()
+    os.kill(pids["inference/0"], signal.SIGKILL)
+    run.wait_until(lambda: not first.exists())
+    run.wait_running("inference/0", num_restarts=1)
+    second = Path("/dev/shm") / (run.paths.run_dir / "shared").read_text()
+    run.wait_until(lambda: second in leftovers(run.paths))
+    for process in sorted(run.processes(), key=lambda process: "resource_tracker" not in " ".join(process.cmdline())):
+        process.kill()
+    run.codes()
+    assert second.exists()
+    run.ranks = [run._start_rank(0, "inference:run")]
+    run.wait_until(lambda: "removed what an earlier run of this folder left" in run.log())
+    assert not second.exists()
+    run.wait_running("inference/0", "trainer/0")
+    run.touch("finish")
+    assert run.codes() == [0]
+    run.assert_nothing_left()
+
+
 def test_two_runs_side_by_side_do_not_touch_each_other(start: Callable[..., Run]) -> None:
     first, second = start("rollout:run"), start("rollout:run")
     first.wait_running("rollout/0")

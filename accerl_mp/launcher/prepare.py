@@ -28,9 +28,9 @@ def main(argv: list[str]) -> int:
         cli.build_parser().print_help()
         return 0
     answer, words = _split(argv)
-    if _is_demo(words):
-        _make_demo_games()
     try:
+        if _is_demo(words):
+            _make_demo_games()
         config = _prepare(words)
     except ConfigError as error:
         print(f"launch.sh: this cannot run:\n{error}", file=sys.stderr)
@@ -65,7 +65,7 @@ def _prepare(words: list[str]) -> Config:
     paths = RunPaths(Path(config.metrics.log_dir or ""))
     problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config)
     with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:
-        problems += _export_tokenizer(config, Path(folder))
+        problems += _export_tokenizer(config, Path(folder)) + _model_problems(config)
         if problems:
             raise ConfigError(problems)
         for warning in checks.warnings(config, typed):
@@ -97,9 +97,23 @@ def _export_tokenizer(config: Config, folder: Path) -> list[str]:
     """Its problems; none where `checks` has already refused the model folder."""
     if not (Path(config.model.model_path) / "config.json").is_file():
         return []
+    from transformers.utils import logging
+
     from accerl_mp.launcher.tokenizer import export_tokenizer
 
+    logging.set_verbosity_error()  # what matters is in the problems
     return export_tokenizer(config.model, folder)
+
+
+def _model_problems(config: Config) -> list[str]:
+    """What the trainer would refuse, from the model's config alone; none where `checks` has already refused the folder."""
+    if not (Path(config.model.model_path) / "config.json").is_file():
+        return []
+    import torch
+
+    from accerl_mp.models.build import model_problems
+
+    return model_problems(config, torch.device("cpu" if config.run.placement == "cpu" else "cuda"))
 
 
 def _make_run_folder(paths: RunPaths, config: Config, words: list[str]) -> None:

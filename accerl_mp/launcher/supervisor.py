@@ -19,7 +19,7 @@ from accerl_mp.launcher import children
 from accerl_mp.launcher.children import Child
 from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import Role, build_roles, table_names
-from accerl_mp.launcher.sweep import lock, sweep
+from accerl_mp.launcher.sweep import lock, note_foreign, sweep
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import PeerLost
@@ -176,6 +176,8 @@ class Supervisor:
         if row.pid != child.pid or child.was_running:
             return
         child.was_running = row.state == "running"
+        if child.was_running:
+            note_foreign(self._paths, children.descendants())
         if row.state == "starting" and now - child.started > child.role.start_timeout_s and not self._table.holder:
             flag = f" ({child.role.start_flag})" if child.role.start_flag else ""
             _log.error("%s is not ready after %.0f s%s: ends it", child.name, child.role.start_timeout_s, flag)

@@ -8,11 +8,16 @@ from typing import TextIO
 
 from accerl_mp.topology import RunPaths
 
+_FOREIGN = "shared.txt"
+"""In the run folder: shared memory that libraries made under names of their own (vLLM: 160 MiB an engine)."""
+_FOREIGN_NAMES = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
+"""multiprocessing's shared memory and semaphores."""
+
 
 def leftovers(paths: RunPaths) -> list[Path]:
     """Files and folders of this run in /dev/shm and the temporary folder."""
     shared = sorted(paths.board.parent.glob(f"accerl-{paths.run_id}-*"))
-    return shared + ([paths.sockets] if paths.sockets.exists() else [])
+    return shared + _foreign(paths) + ([paths.sockets] if paths.sockets.exists() else [])
 
 
 def sweep(paths: RunPaths) -> list[Path]:
@@ -23,7 +28,29 @@ def sweep(paths: RunPaths) -> list[Path]:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+    (paths.run_dir / _FOREIGN).unlink(missing_ok=True)
     return found
+
+
+def note_foreign(paths: RunPaths, pids: list[int]) -> None:
+    """Write down which shared memory these processes use beside the run's own, so that `sweep` finds it after a `kill -9`."""
+    files = {file for pid in pids for file in _mapped(pid)} | set(map(str, _foreign(paths)))
+    (paths.run_dir / _FOREIGN).write_text("".join(f"{file}\n" for file in sorted(files)))
+
+
+def _foreign(paths: RunPaths) -> list[Path]:
+    record = paths.run_dir / _FOREIGN
+    names = record.read_text().splitlines() if record.exists() else []
+    return [Path(name) for name in names if Path(name).exists()]
+
+
+def _mapped(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()
+    files = {line.split(None, 5)[5] for line in lines if "/dev/shm/" in line}
+    return {file for file in files if file.startswith(_FOREIGN_NAMES) and not file.endswith("(deleted)")}
 
 
 def lock(paths: RunPaths) -> TextIO | None:

@@ -92,9 +92,7 @@ def varlen_attention(
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    output = varlen_attn(
-        query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=window
-    )
+    output = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=window)
     return output[None], None
 
 
@@ -134,9 +132,7 @@ def _varlen_obstacle(device: torch.device, dtype: torch.dtype, config: Pretraine
     return None
 
 
-def _causal(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None, has_groups: bool
-) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None, has_groups: bool) -> Tensor:
     """One sample (or a batch of rows) attending to itself and to the left."""
     length = query.shape[2]
     if sliding_window is None or length <= sliding_window:

@@ -139,13 +139,12 @@ def _disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
-
 def model_problems(config: Config, device: torch.device) -> list[str]:
     """What the trainer would refuse about the model, found without reading a weight (for the launcher; takes a second)."""
     try:
         model = load_model(config, device, meta=True)
     except (ValueError, OSError) as error:
-        return [f"--model-path {config.model.model_path}: {error}"]
+        return [f"--model-path {config.model.model_path}: {str(error).splitlines()[0]}"]
     problems = []
     if config.batch.train_logprob_mode == "response_only_lm_head" and "logits_to_keep" not in signature(model.forward).parameters:
         problems.append(f"--train-logprob-mode response_only_lm_head: {type(model).__name__} has no logits_to_keep; use full_logits_ce")

@@ -9,6 +9,8 @@ trainer: an update comes every `--grad-accum-steps` of them, and a rest at the e
 """
 
 import argparse
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,12 +21,17 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from accerl_mp.config import Config
 from accerl_mp.models.build import select_trainable
-from accerl_mp.models.names import persistent_buffers
+from accerl_mp.models.fsdp import shard
+from accerl_mp.models.names import remember_conversion
 from accerl_mp.tools.chat import load_chat
 from accerl_mp.tools.walks import load_walks
 from accerl_mp.tools.warm_start import MISTAKE, PROMPT, REPLY, Batches, PairExamples, WalkExamples, batch_loader
+from accerl_mp.trainer.checkpoint import export
+from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.schedule import learning_rate
+from accerl_mp.transport.health import Health
 
 PAIRS = [
     ("What is the capital of France?", "Paris."),
@@ -64,8 +71,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=42, help="of the order of examples")
     add("--trust-remote-code", action="store_true", help="let Transformers run the model folder's code")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--use-fsdp", action="store_true", help="shard over several processes of this machine")
+    add("--fsdp-world-size", type=int, default=4, help="processes of --use-fsdp, one a GPU where there are GPUs")
+    add("--fsdp-master-addr", default="127.0.0.1", help="where they meet")
+    add("--fsdp-master-port", type=int, help="likewise (default: a free port)")
+    add("--fsdp-rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    for name in ("max_steps", "batch_size", "grad_accum_steps", "dataset_repeat"):
+    for name in ("max_steps", "batch_size", "grad_accum_steps", "dataset_repeat", "fsdp_world_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.device == "auto":
@@ -74,13 +86,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def load_model(args: argparse.Namespace) -> nn.Module:
+    """Float32 masters on the device; sharded in a process of --use-fsdp."""
     model = AutoModelForCausalLM.from_pretrained(
         args.model_path, dtype=torch.float32, trust_remote_code=args.trust_remote_code, local_files_only=True, attn_implementation="sdpa"
     )
+    remember_conversion(model)
     select_trainable(model, args.train_mode)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    return model.to(args.device).train()
+    model.to(args.device).train()
+    if args.fsdp_rank is not None:
+        dtype = torch.bfloat16 if uses_bfloat16(args) else torch.float32
+        shard(model, compute_dtype=dtype, device=torch.device(args.device), unsharded=False)
+    return model
+
+
+def uses_bfloat16(args: argparse.Namespace) -> bool:
+    return args.dtype == "bfloat16" or (args.dtype == "auto" and args.device != "cpu")
 
 
 def token_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,16 +132,20 @@ def train(
     """Run `--max-steps` micro-steps; calls `after_step(step, loss)` after each."""
     optimizer = build_optimizer(model, args)
     num_updates = args.max_steps // args.grad_accum_steps
-    use_bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and args.device != "cpu")
+    share = 1 / args.grad_accum_steps / num_ranks(args)  # FSDP sums gradients over ranks
     for step in range(1, args.max_steps + 1):
         batch = {name: tensor.to(args.device, non_blocking=True) for name, tensor in next(batches).items()}
-        with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=use_bfloat16):
+        with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=uses_bfloat16(args)):
             losses, roles = token_losses(model, batch)
         loss = weighted_loss(losses, roles, prompt_weight=args.prompt_weight, mistake_weight=args.mistake_weight)
-        (loss / args.grad_accum_steps).backward()
+        (loss * share).backward()
         if step % args.grad_accum_steps == 0:
             update(model, optimizer, step // args.grad_accum_steps - 1, num_updates, args)
         after_step(step, loss.detach())
+
+
+def num_ranks(args: argparse.Namespace) -> int:
+    return 1 if args.fsdp_rank is None else args.fsdp_world_size
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, num_updates: int, args: argparse.Namespace) -> None:
@@ -151,7 +177,7 @@ def build_examples(args: argparse.Namespace) -> WalkExamples | PairExamples:
 
 
 class Reporter:
-    """After each step: prints the loss, saves a snapshot where one is due."""
+    """After each step: prints the loss (rank 0's), saves a snapshot where one is due."""
 
     def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
         self._model, self._args, self._started = model, args, time.monotonic()
@@ -162,31 +188,64 @@ class Reporter:
         if step % self._args.log_every == 0:
             mean = torch.stack(self._losses).mean().item()
             self._losses.clear()
-            print(f"step {step}  loss {mean:.4f}  {time.monotonic() - self._started:.1f} s", flush=True)
+            if not self._args.fsdp_rank:
+                print(f"step {step}  loss {mean:.4f}  {time.monotonic() - self._started:.1f} s", flush=True)
         if step in self._args.save_steps:
-            save(self._model, self._args, self._args.out / f"step-{step}")
+            save(self._model, self._args, self._args.out / f"step-{step}", step)
 
 
-def save(model: nn.Module, args: argparse.Namespace, folder: Path) -> None:
-    """Write a model folder: bfloat16 weights, tied ones once, and the tokenizer files as they are."""
-    folder.mkdir(parents=True, exist_ok=True)
-    entries = [*model.named_parameters(), *persistent_buffers(model)]
-    weights = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in entries}
-    model.save_pretrained(folder, state_dict=weights)
-    for file in args.model_path.iterdir():
-        if file.name.startswith(("tokenizer", "chat_template")) and file.parent != folder:
-            (folder / file.name).write_bytes(file.read_bytes())
+def save(model: nn.Module, args: argparse.Namespace, folder: Path, step: int) -> None:
+    """Write a model folder with bfloat16 weights. Collective with --use-fsdp."""
+    config = Config.from_flat({"model_path": str(args.model_path)})
+    export(model, folder, config, dtype=torch.bfloat16, rank=args.fsdp_rank or 0, state={"step": step})
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train in this process, as the only one or as one of --fsdp-world-size."""
+    ranks = None
+    if args.fsdp_rank is not None:
+        on_gpu = args.device.startswith("cuda")
+        ranks = Ranks.join(rank=args.fsdp_rank, size=args.fsdp_world_size, on_gpu=on_gpu, health=Health.detached(f"sft/{args.fsdp_rank}"))
+        args.device = str(ranks.device)
+    torch.manual_seed(args.seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model = load_model(args)
+    batches = Batches(
+        build_examples(args), batch_size=args.batch_size, seed=args.seed, rank=args.fsdp_rank or 0, world_size=num_ranks(args)
+    )
+    train(model, batch_loader(batches, args.num_workers), args, Reporter(model, args))
+    if args.out:
+        save(model, args, args.out, args.max_steps)
+    if ranks is not None:
+        ranks.leave()
+
+
+def run_ranks(args: argparse.Namespace, argv: list[str]) -> int:
+    """Start one process a rank and wait for all; the first that fails ends the others. Returns its exit code."""
+    port = args.fsdp_master_port or free_port()
+    meeting = [f"MASTER_ADDR={args.fsdp_master_addr}", f"MASTER_PORT={port}", f"WORLD_SIZE={args.fsdp_world_size}"]
+    command = [sys.executable, "-m", "accerl_mp.tools.sft", *argv, "--fsdp-rank"]
+    ranks = [subprocess.Popen(["env", *meeting, f"RANK={rank}", *command, str(rank)]) for rank in range(args.fsdp_world_size)]
+    try:
+        while (codes := [rank.poll() for rank in ranks]).count(None) and not any(codes):
+            time.sleep(0.1)
+        return next((code for code in codes if code), 0)
+    finally:
+        for rank in ranks:
+            rank.terminate()
+            rank.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    torch.manual_seed(args.seed)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    model = load_model(args)
-    batches = batch_loader(Batches(build_examples(args), batch_size=args.batch_size, seed=args.seed), args.num_workers)
-    train(model, batches, args, Reporter(model, args))
-    if args.out:
-        save(model, args, args.out)
+    if args.use_fsdp and args.fsdp_rank is None:
+        return run_ranks(args, sys.argv[1:] if argv is None else argv)
+    run(args)
     return 0
 
 

@@ -24,9 +24,20 @@ MAX_TURNS = 10
 INVALID_SHARE = 0.05
 """Of the replies: they are no command, and are followed by the notice that says so."""
 MISTAKE_SHARE = 0.6
-"""Of the other replies: any admissible command instead of the best one."""
+"""Of the other replies: another admissible command instead of the best one."""
+DAWDLING = ("look", "inventory", "examine")
+"""Commands that cost a turn and change nothing."""
 
-ReplyKind = Literal["best", "random", "invalid"]
+ReplyKind = Literal["best", "mistake", "invalid"]
+
+
+@dataclass(frozen=True)
+class Player:
+    """How the walker errs."""
+
+    mistake_share: float = MISTAKE_SHARE
+    mistakes: Literal["any", "dawdle"] = "any"
+    """any: an admissible command at random; dawdle: a look around, at the pockets or at some thing."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +80,14 @@ class Walk:
         )
 
 
-def play_walks(path: Path, num_walks: int, seed: int) -> list[Walk]:
+def play_walks(path: Path, num_walks: int, seed: int, player: Player) -> list[Walk]:
     """Play one game several times. A walk ends when it is won, lost for good or MAX_TURNS long."""
     env = TextWorldEnv(path, policy_commands=True)
     names = thing_names(path)
     walks = []
     for number in range(num_walks):
         rng = random.Random(f"{seed}-{path.name}-{number}")
-        walks.append(_play(env, names, rng))
+        walks.append(_play(env, names, player, rng))
     env.close()
     return walks
 
@@ -87,24 +98,27 @@ def thing_names(path: Path) -> list[str]:
     return [info["name"] for _, info in infos if info["name"]]
 
 
-def _play(env: TextWorldEnv, names: list[str], rng: random.Random) -> Walk:
+def _play(env: TextWorldEnv, names: list[str], player: Player, rng: random.Random) -> Walk:
     observation = env.reset(rng.randrange(1, 2**31))
     objective = observation.objective
     turns: list[WalkTurn] = []
     while not observation.done and observation.policy_commands and len(turns) < MAX_TURNS:
-        reply, kind = _choose(observation, names, rng)
+        reply, kind = _choose(observation, names, player, rng)
         turns.append(WalkTurn(observation.text, observation.inventory, list(observation.commands), reply, kind))
         if kind != "invalid":
             observation = env.step(reply)
     return Walk(game_name(env.path), names, objective, turns, observation.won)
 
 
-def _choose(observation: Observation, names: list[str], rng: random.Random) -> tuple[str, ReplyKind]:
+def _choose(observation: Observation, names: list[str], player: Player, rng: random.Random) -> tuple[str, ReplyKind]:
     draw = rng.random()
     if draw < INVALID_SHARE:
         return _invalid_reply(observation, names, rng), "invalid"
-    if draw < INVALID_SHARE + (1 - INVALID_SHARE) * MISTAKE_SHARE:
-        return rng.choice(observation.commands), "random"
+    if draw < INVALID_SHARE + (1 - INVALID_SHARE) * player.mistake_share:
+        commands = observation.commands
+        if player.mistakes == "dawdle":
+            commands = [command for command in commands if command.split()[0] in DAWDLING]
+        return rng.choice(commands), "mistake"
     return observation.policy_commands[0], "best"
 
 
@@ -128,10 +142,11 @@ def listed_games(manifest: Path, split: str, without: Path | None = None) -> lis
     return [manifest.parent / game["file"] for game in games if not known & {game["world_key"], game["quest_key"]}]
 
 
-def play_all(games: list[Path], *, num_walks: int, seed: int, num_processes: int) -> Iterator[Walk]:
+def play_all(games: list[Path], player: Player, *, num_walks: int, seed: int, num_processes: int) -> Iterator[Walk]:
     """Walks of all games, in the games' order whatever the number of processes."""
     with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        played = pool.map(play_walks, games, [num_walks] * len(games), [seed] * len(games), chunksize=4)
+        same = [[value] * len(games) for value in (num_walks, seed, player)]
+        played = pool.map(play_walks, games, *same, chunksize=4)
         for number, walks in enumerate(played, start=1):
             yield from walks
             if number % 50 == 0 or number == len(games):
@@ -160,11 +175,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--without", type=Path, help="manifest.json whose worlds and quests are left out")
     parser.add_argument("--walks-per-game", type=int, default=8, help="times each game is played")
+    parser.add_argument("--mistake-share", type=float, default=MISTAKE_SHARE, help="share of commands that are not the best")
+    parser.add_argument("--mistakes", default="any", choices=("any", "dawdle"), help="any other command, or only look, inventory, examine")
     parser.add_argument("--seed", type=int, default=1, help="the same seed plays the same walks")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that play")
     args = parser.parse_args(argv)
     games = listed_games(args.games, args.split, args.without)
-    walks = play_all(games, num_walks=args.walks_per_game, seed=args.seed, num_processes=args.processes)
+    player = Player(args.mistake_share, args.mistakes)
+    walks = play_all(games, player, num_walks=args.walks_per_game, seed=args.seed, num_processes=args.processes)
     print(f"{args.out}: {save_walks(args.out, walks)} walks through {len(games)} games", file=sys.stderr)
     return 0
 

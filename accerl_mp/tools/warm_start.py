@@ -17,7 +17,7 @@ from accerl_mp.tools.walks import ReplyKind, Walk
 
 UNTRAINED, PROMPT, REPLY, MISTAKE = range(4)
 """Role of a token: padding and invalid replies; prompt; reply to imitate; admissible reply that is not the best."""
-_ROLES: dict[ReplyKind, int] = {"best": REPLY, "random": MISTAKE, "invalid": UNTRAINED}
+_ROLES: dict[ReplyKind, int] = {"best": REPLY, "mistake": MISTAKE, "invalid": UNTRAINED}
 BATCHES_PER_DRAW = 4
 """Examples are drawn for so many batches at a time and sorted by length, so that padding is little."""
 

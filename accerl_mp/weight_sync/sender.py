@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from accerl_mp.models.names import iter_weights, manifest
 from accerl_mp.transport.errors import DeadlineExpired
 from accerl_mp.transport.process import Process
 from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, join_group, open_store
-from accerl_mp.weight_sync.layout import checksum, plan_layout
+from accerl_mp.weight_sync.layout import Slot, checksum, plan_layout
 from accerl_mp.weight_sync.outbox import Outbox
 from accerl_mp.weight_sync.protocol import READY, RECEIVED, SyncError
 from accerl_mp.weight_sync.replicas import Replicas
@@ -78,6 +78,7 @@ class WeightSync:
         self._outbox: Outbox | None = None
         self._num_pushes = 0  # since the group was formed
         self._version, self._started, self._num_bytes = -1, 0.0, 0
+        self._slots: Iterator[Slot] = iter(())  # of the push that is being gathered
         self._sums: dict[str, str] = {}
         self._report = PushReport(version=-1)
 
@@ -89,7 +90,8 @@ class WeightSync:
     def start_push(self, version: int, *, trainable_only: bool) -> None:
         """Gather all weights and hand them to the sending thread; vLLM generates on. Returns when the gathering is done.
 
-        If inference was started anew since the last push, this one sends everything, whatever `trainable_only` says.
+        The first push after `connect` sends everything, and so does one that finds inference started anew. What trains must be
+        whole modules of vLLM: q, k and v are one there, and half of a fused weight leaves the rest undefined (the probe sees it).
         """
         self._started, self._version = time.monotonic(), version
         self._together(f"begin push {version}", lambda: self._begin(trainable_only))

@@ -1,0 +1,229 @@
+"""The tools: games from a seed, walks, the tiny model with its tokenizer, warm start, evaluation."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from accerl_mp.rollout.env import TextWorldEnv
+from accerl_mp.rollout.prompt import SYSTEM, turn_message
+from accerl_mp.rollout.transcript import Transcript
+from accerl_mp.tools import evaluate, make_games, make_model, sft, walks
+from accerl_mp.tools.batch_play import PlaySettings, RowCache, play_batch
+from accerl_mp.tools.chat import load_chat
+from accerl_mp.tools.renaming import draw_renaming, made_up_words, name_words, renamer
+from accerl_mp.tools.warm_start import MISTAKE, PROMPT, REPLY, UNTRAINED, Batches, WalkExamples
+
+SEED = 5
+
+
+@pytest.fixture(scope="module")
+def game_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("games")
+    make_games.make_splits(out, num_train=4, num_heldout=3, seed=SEED, num_processes=2)
+    return out
+
+
+@pytest.fixture(scope="module")
+def walk_list(game_dir: Path) -> list[walks.Walk]:
+    games = walks.listed_games(game_dir / "manifest.json", "train")
+    return [walk for game in games for walk in walks.play_walks(game, 3, SEED, walks.Player())]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory, walk_list: list[walks.Walk]) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    walks.save_walks(folder / "walks.jsonl.gz", walk_list)
+    assert make_model.main(["--tiny", "--walks", str(folder / "walks.jsonl.gz"), "--out", str(folder / "tiny"), "--vocab-size", "600"]) == 0
+    return folder / "tiny"
+
+
+def test_games_are_complete_and_disjoint(game_dir: Path) -> None:
+    rows = json.loads((game_dir / "manifest.json").read_text())["games"]
+    assert [row["file"].split("/")[0] for row in rows] == ["train"] * 4 + ["heldout"] * 3
+    for key in ("world_key", "quest_key"):
+        assert len({row[key] for row in rows}) == len(rows)
+    for row in rows:
+        assert (game_dir / row["file"]).is_file()
+        assert (game_dir / row["file"]).with_suffix(".json").is_file()
+        assert 1 <= len(row["commands"]) <= make_games.MAX_COMMANDS
+        assert row["commands"][-1].split()[0] == row["kind"]
+    assert make_games.is_made(game_dir, num_train=4, num_heldout=3, seed=SEED)
+    assert not make_games.is_made(game_dir, num_train=4, num_heldout=3, seed=SEED + 1)
+
+
+def test_listed_commands_win_and_idling_does_not(game_dir: Path) -> None:
+    for row in json.loads((game_dir / "manifest.json").read_text())["games"]:
+        env = TextWorldEnv(game_dir / row["file"])
+        seen = env.reset(1)
+        for _ in range(10):
+            seen = env.step("look")
+        assert not seen.done, row["file"]
+        for command in row["commands"]:
+            assert command in seen.commands, (row["file"], command)
+            seen = env.step(command)
+        assert seen.won, row["file"]
+        env.close()
+
+
+@pytest.mark.slow
+def test_same_seed_same_games(game_dir: Path, tmp_path: Path) -> None:
+    make_games.make_splits(tmp_path, num_train=4, num_heldout=3, seed=SEED, num_processes=1)
+    assert (tmp_path / "manifest.json").read_text() == (game_dir / "manifest.json").read_text()
+
+
+def test_plan_has_every_kind_size_and_length() -> None:
+    recipes = make_games.plan_split("train", 27, 1)
+    assert {recipe.kind for recipe in recipes} == set(make_games.KINDS)
+    assert {(recipe.num_rooms, recipe.num_commands) for recipe in recipes} == {(r, c) for r in (1, 2, 3) for c in (1, 2, 3)}
+
+
+def test_games_of_another_manifest_are_left_out(game_dir: Path, tmp_path: Path) -> None:
+    manifest = game_dir / "manifest.json"
+    rows = json.loads(manifest.read_text())["games"]
+    other = tmp_path / "manifest.json"
+    other.write_text(json.dumps({"games": [rows[0] | {"world_key": "another"}, rows[1] | {"quest_key": "another"}]}))
+    assert [path.name for path in walks.listed_games(manifest, "train", other)] == [Path(row["file"]).name for row in rows[2:4]]
+
+
+def test_walks_go_on_with_the_best_command(walk_list: list[walks.Walk], game_dir: Path) -> None:
+    assert any(walk.won for walk in walk_list)
+    for walk in walk_list:
+        for turn in walk.turns:
+            assert (turn.reply in turn.commands) == (turn.kind != "invalid")
+    game = game_dir / "train" / f"{walk_list[0].game}.z8"
+    assert walks.play_walks(game, 3, SEED, walks.Player())[0] == walk_list[0]
+    best = walks.play_walks(game, 1, SEED, walks.Player(mistake_share=0.0))[0]
+    assert best.won
+    dawdling = walks.play_walks(game, 2, SEED, walks.Player(mistake_share=0.9, mistakes="dawdle"))
+    assert {turn.reply.split()[0] for walk in dawdling for turn in walk.turns if turn.kind == "mistake"} <= set(walks.DAWDLING)
+
+
+def test_renaming_is_consistent_and_keeps_what_commands_mean() -> None:
+    words = made_up_words()
+    assert len(words) == len(set(words)) == 3000
+    names = ["steam room", "non-euclidean key", "key"]
+    assert name_words(names) == ["steam", "non", "euclidean", "key"]
+    rename = renamer({"steam": "plover", "key": "scand"})
+    assert rename("-= Steam Room =- take key with non-euclidean key; keyboard") == "-= Plover Room =- take scand with non-euclidean scand; keyboard"
+    renaming = draw_renaming(names, words, random.Random(1))
+    assert len(set(renaming.values())) == len(renaming)
+
+
+def test_examples_are_the_tokens_that_rollout_builds(walk_list: list[walks.Walk], model_dir: Path) -> None:
+    tokenizer, chat = load_chat(model_dir)
+    examples = WalkExamples(walk_list, tokenizer, chat, max_length=4096)
+    index = next(i for i, walk in enumerate(walk_list) if {turn.kind for turn in walk.turns} == {"best", "mistake", "invalid"})
+    example = examples.build(index, random.Random(1))
+    kinds = {"best": REPLY, "mistake": MISTAKE, "invalid": UNTRAINED}
+    text = tokenizer._fast.decode(example.ids, skip_special_tokens=False)
+    parts = text.split("<|assistant|>")
+    assert len(example.ids) == len(example.roles)
+    assert text.startswith(f"<|system|>{SYSTEM}<|end|><|user|>Objective: ")
+    assert len(parts) == len(walk_list[index].turns) + 1
+    roles = [role for role, before in zip(example.roles[1:], example.roles, strict=False) if role != before and role != PROMPT]
+    assert roles == [kinds[turn.kind] for turn in walk_list[index].turns]
+    assert text.count(" is not listed.") == sum(turn.kind == "invalid" for turn in walk_list[index].turns[:-1])
+
+
+def test_batches_depend_on_the_seed_alone(walk_list: list[walks.Walk], model_dir: Path) -> None:
+    tokenizer, chat = load_chat(model_dir)
+    examples = WalkExamples(walk_list, tokenizer, chat, max_length=512)
+    one = iter(Batches(examples, batch_size=2, seed=3))
+    first, second = next(one), next(one)
+    assert first["input_ids"].shape == first["roles"].shape
+    assert first["input_ids"].shape[1] <= 512
+    assert not torch.equal(first["input_ids"], second["input_ids"])
+    rank1 = next(iter(Batches(examples, batch_size=2, seed=3, rank=1, world_size=2)))
+    assert torch.equal(rank1["input_ids"], second["input_ids"])
+
+
+def test_loss_weighs_replies_prompts_and_mistakes() -> None:
+    losses = torch.tensor([[1.0, 2.0, 4.0, 8.0]])
+    roles = torch.tensor([[PROMPT, REPLY, MISTAKE, UNTRAINED]])
+    assert sft.weighted_loss(losses, roles, prompt_weight=0.1, mistake_weight=0.0).item() == pytest.approx(2.1)
+    assert sft.weighted_loss(losses, roles, prompt_weight=0.0, mistake_weight=1.0).item() == pytest.approx(3.0)
+
+
+def test_warm_start_lowers_the_loss_and_saves_a_model(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-path", str(model_dir), "--walks", str(model_dir.parent / "walks.jsonl.gz"), "--out", str(tmp_path / "out")]
+    flags += ["--train-mode", "full", "--max-length", "256", "--learning-rate", "3e-3", "--max-steps", "12", "--grad-accum-steps", "1"]
+    assert sft.main([*flags, "--device", "cpu", "--log-every", "4"]) == 0
+    losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert losses[-1] < losses[0]
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in saved.values())
+    assert "lm_head.weight" not in saved
+    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) < 4 << 20
+    load_chat(tmp_path / "out")
+
+
+def test_smoke_training_on_two_ranks_follows_one(model_dir: Path) -> None:
+    flags = ["--model-path", str(model_dir), "--max-steps", "2", "--grad-accum-steps", "1", "--train-mode", "full"]
+    flags += ["--learning-rate", "1e-2", "--device", "cpu"]
+    one = _sft_losses([*flags, "--batch-size", "4"])
+    two = _sft_losses([*flags, "--batch-size", "2", "--use-fsdp", "--fsdp-world-size", "2"])
+    assert len(one) == len(two) == 2
+    assert two[1] < two[0]
+
+
+def _sft_losses(flags: list[str]) -> list[float]:
+    done = subprocess.run([sys.executable, "-m", "accerl_mp.tools.sft", *flags], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
+
+
+def test_every_flag_of_the_references_local_trainer() -> None:
+    flags = "--model-path m --device cpu --dtype float32 --train-mode full --max-length 64 --batch-size 2 --max-steps 3 --learning-rate 1e-4"
+    flags += " --weight-decay 0.1 --grad-accum-steps 2 --dataset-repeat 1 --log-every 2 --seed 3 --trust-remote-code --gradient-checkpointing"
+    flags += " --use-fsdp --fsdp-world-size 2 --fsdp-master-addr 127.0.0.1 --fsdp-master-port 29511"
+    args = sft.parse_args(flags.split())
+    assert (args.dataset_repeat, args.fsdp_master_port, args.gradient_checkpointing) == (1, 29511, True)
+    defaults = sft.parse_args(["--model-path", "m"])
+    assert (defaults.train_mode, defaults.max_length, defaults.batch_size, defaults.max_steps) == ("lm_head", 128, 2, 1000)
+    assert (defaults.learning_rate, defaults.weight_decay, defaults.grad_accum_steps, defaults.seed) == (1e-5, 0.0, 2, 42)
+    with pytest.raises(SystemExit):
+        sft.parse_args(["--model-path", "m", "--batch-size", "0"])
+
+
+def test_row_cache_gives_the_logits_of_whole_rows(model_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    cache = RowCache(model, 2)
+    rows: list[list[int]] = [[], []]
+    for new in ([[9, 8, 7], [6]], [[5], [4, 3, 2, 11]], [[], [12]], [[13, 14], []]):
+        logits = cache.feed(new)
+        rows = [row + more for row, more in zip(rows, new, strict=True)]
+        for row, more, got in zip(rows, new, logits, strict=True):
+            if more:
+                want = model(torch.tensor([row])).logits[0, -1]
+                torch.testing.assert_close(got.clone(), want.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_batch_play_builds_rollout_transcripts(model_dir: Path, game_dir: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    tokenizer, chat = load_chat(model_dir)
+    games = [str(path) for path in sorted((game_dir / "heldout").glob("*.z8"))]
+    settings = PlaySettings(max_turns=2, max_action_tokens=5)
+    episodes = play_batch(model, tokenizer, chat, games, settings, torch.Generator().manual_seed(1))
+    assert len(episodes) == len(games)
+    for episode, game in zip(episodes, games, strict=True):
+        assert 1 <= episode.num_turns <= 2
+        expected = Transcript(tokenizer, chat, SYSTEM)
+        expected.add_message(turn_message(TextWorldEnv(game).reset(1)))
+        assert episode.transcript.ids[: len(expected.ids)] == expected.ids
+        assert all(1 <= stop - start <= 5 for start, stop in episode.transcript.replies)
+
+
+def test_evaluate_prints_a_win_rate(model_dir: Path, game_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-path", str(model_dir), "--game-dir", str(game_dir / "heldout"), "--max-turns", "1", "2", "--by-game"]
+    assert evaluate.main(flags) == 0
+    out = capsys.readouterr().out
+    assert "win_rate" in out
+    assert "won_in_1" in out
+    assert "heldout-0000  0 of 1" in out
