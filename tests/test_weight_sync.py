@@ -295,7 +295,7 @@ def test_a_stale_tensor_is_caught_by_the_probe(engine: InferenceRun, monkeypatch
 @pytest.mark.timeout(300)
 def test_untied_from_the_first_request_to_the_death_of_the_worker(tmp_path: Path) -> None:
     """An engine of its own, with KV recomputed at each push: so any weights may change under load, and each token can be checked."""
-    with start_inference(tmp_path, tied=False, seed=3, sync_timeout_s=15.0, kv_on_sync="recompute") as run:
+    with start_inference(tmp_path, tied=False, seed=3, sync_timeout_s=10.0, kv_on_sync="recompute") as run:
         client = RequestClient(run)
         run.connect()
         first = client.send(_prompt(0), max_tokens=12, temperature=0.0)
