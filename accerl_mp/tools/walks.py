@@ -25,7 +25,7 @@ INVALID_SHARE = 0.05
 """Of the replies: they are no command, and are followed by the notice that says so."""
 MISTAKE_SHARE = 0.6
 """Of the other replies: another admissible command instead of the best one."""
-DAWDLING = ("look", "inventory", "examine")
+DAWDLING = ("look", "inventory")
 """Commands that cost a turn and change nothing."""
 
 ReplyKind = Literal["best", "mistake", "invalid"]
@@ -37,7 +37,7 @@ class Player:
 
     mistake_share: float = MISTAKE_SHARE
     mistakes: Literal["any", "dawdle"] = "any"
-    """any: an admissible command at random; dawdle: a look around, at the pockets or at some thing."""
+    """any: an admissible command at random; dawdle: a look around or into the pockets."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--without", type=Path, help="manifest.json whose worlds and quests are left out")
     parser.add_argument("--walks-per-game", type=int, default=8, help="times each game is played")
     parser.add_argument("--mistake-share", type=float, default=MISTAKE_SHARE, help="share of commands that are not the best")
-    parser.add_argument("--mistakes", default="any", choices=("any", "dawdle"), help="any other command, or only look, inventory, examine")
+    parser.add_argument("--mistakes", default="any", choices=("any", "dawdle"), help="any other command, or only look and inventory")
     parser.add_argument("--seed", type=int, default=1, help="the same seed plays the same walks")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that play")
     args = parser.parse_args(argv)
