@@ -189,10 +189,10 @@ def _folders(config: Config) -> Iterator[str]:
 def _gpus(config: Config, num_gpus: int) -> Iterator[str]:
     run, inference = config.run, config.inference
     infer_gpus = inference.infer_size * inference.infer_tp_size
-    if run.placement == "colocated" and (num_gpus < 1 or run.fsdp_world_size > 1 or infer_gpus > 1):
+    if run.placement == "colocated":
         yield (
-            f"--placement colocated runs one trainer rank and one engine on one GPU, got --fsdp-world-size {run.fsdp_world_size}, "
-            f"{inference.infer_size} x {inference.infer_tp_size} inference GPUs and {num_gpus} GPUs"
+            "--placement colocated (one GPU for both) is not built yet: weights would have no way to vLLM; use --placement cpu, "
+            "or dedicated with two GPUs or more"
         )
     needed = run.fsdp_world_size + infer_gpus
     if run.placement == "dedicated" and num_gpus < needed:
