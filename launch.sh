@@ -243,6 +243,10 @@ main() {
     trap 'on_stop HUP' HUP
     # The package is found from any directory, and nothing in that directory is taken for a module.
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 ACCERL_LAUNCH_PID=$$
+    if [ $# = 0 ]; then
+        cd "$root" || exit 1 # the demo's paths are relative to it
+        set -- @accerl_mp/presets/demo.args
+    fi
     choose_stack "$@"
     if [ -n "${help-}" ]; then
         usage
@@ -252,10 +256,6 @@ main() {
     set_up
     [ -n "$setup_only" ] && exit 0
     [ -n "$versions" ] && exec "$python" -m accerl_mp.launcher.versions
-    if [ $# = 0 ]; then
-        cd "$root" || exit 1 # the demo's paths are relative to it
-        set -- @accerl_mp/presets/demo.args
-    fi
     train "$@"
 }
 

@@ -4,14 +4,17 @@ Takes a resolved Config. Looks at files and numbers only; what needs the model i
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from accerl_mp.cli import option_of
-from accerl_mp.config import GROUPS, Config
+from accerl_mp.config import GROUPS, Config, largest_group
 from accerl_mp.games import find_games, list_games, without_json
+
+_SLOT_BYTES = 4096 + 256
+"""What a slot of a ring takes beside its samples' bytes: the last page is rarely full, and a row in three tables."""
+_RING_TABLES_BYTES = 128 << 10
 
 
 def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None) -> list[str]:
@@ -64,14 +67,6 @@ def _model_folder(folder: Path) -> Iterator[str]:
         yield f"--model-path {folder}: no *.safetensors (or pytorch_model*.bin) in it: there are no weights to train"
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
         yield f"--model-path {folder}: no tokenizer in it (tokenizer.json): games could not be turned into tokens"
-
-
-def has_chat_template(folder: Path) -> bool:
-    """Whether a model folder brings its own chat template, in either of the places where Transformers keeps it."""
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    settings = folder / "tokenizer_config.json"
-    return settings.is_file() and bool(json.loads(settings.read_text()).get("chat_template"))
 
 
 def _games(config: Config) -> Iterator[str]:
@@ -131,8 +126,8 @@ def _batch(config: Config) -> Iterator[str]:
 
 
 def _replay(config: Config) -> Iterator[str]:
-    replay, algorithm, run = config.replay, config.algorithm, config.run
-    group_size = 1 if algorithm.rl_algorithm == "ppo" else algorithm.grpo_group_size
+    replay, run = config.replay, config.run
+    group_size = largest_group(config)
     needed = config.batch.batch_size * config.batch.grad_accum_steps + group_size
     if replay.min_replay_size_per_rank > replay.replay_capacity:
         yield (
@@ -203,7 +198,7 @@ def _gpus(config: Config, num_gpus: int) -> Iterator[str]:
 
 
 def _shared_memory(config: Config, free_bytes: int) -> Iterator[str]:
-    needed = config.replay.replay_bytes * config.run.fsdp_world_size
+    needed = (config.replay.replay_bytes + config.replay.replay_capacity * _SLOT_BYTES + _RING_TABLES_BYTES) * config.run.fsdp_world_size
     if needed > free_bytes:
         yield (
             f"/dev/shm has {free_bytes / 2**20:.0f} MiB free, but the rings need {needed / 2**20:.0f} MiB (--fsdp-world-size "
@@ -221,5 +216,25 @@ def _warnings(config: Config, typed: Config) -> Iterator[str]:
     games = list_games(config) if Path(config.games.tw_game_dir).is_dir() else []
     if config.games.tw_game_limit and len(games) < config.games.tw_game_limit:
         yield f"--tw-game-limit {config.games.tw_game_limit}: only {len(games)} games are there"
+    yield from _without_effect(config, typed)
     if config.inference.infer_temperature != 1.0:
         yield f"--infer-temperature {config.inference.infer_temperature}: the trainer divides its logits by the same temperature"
+
+
+def _without_effect(config: Config, typed: Config) -> Iterator[str]:
+    """Flags that were given but that another setting leaves without a purpose."""
+    default, values = Config().to_flat(), typed.to_flat()
+    algorithm, is_cpu = config.algorithm.rl_algorithm, config.run.placement == "cpu"
+    for name, is_idle, reason in (
+        ("grpo_norm", algorithm != "grpo", f"--rl-algorithm is {algorithm}"),
+        ("grpo_group_size", algorithm == "ppo", "--rl-algorithm is ppo"),
+        ("tw_gamma", algorithm != "ppo", f"--rl-algorithm is {algorithm}"),
+        ("gamma_per", algorithm != "ppo", f"--rl-algorithm is {algorithm}"),
+        ("history_window_turns", config.games.history_mode != "window", f"--history-mode is {config.games.history_mode}"),
+        ("kv_on_sync", config.sync.sync_mode == "drain", "--sync-mode drain clears the cache"),
+        ("gpu_memory_utilization", is_cpu, "--placement is cpu"),
+        ("enforce_eager", is_cpu, "--placement is cpu, where vLLM has no CUDA graphs"),
+        ("train_token_budget", config.batch.train_packing == "padded", "--train-packing is padded"),
+    ):
+        if is_idle and values[name] != default[name]:
+            yield f"{option_of(name)} {values[name]} has no effect: {reason}"

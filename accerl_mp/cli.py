@@ -11,7 +11,7 @@ import shlex
 import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from accerl_mp.config import GROUPS, Config, ConfigError
 
@@ -19,9 +19,16 @@ PROGRAM = "bash launch.sh"
 DESCRIPTION = "Train a language-model agent online in TextWorld games. Without flags: the demo."
 
 
+class _Parser(argparse.ArgumentParser):
+    """Bad values are problems like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError([message])
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All flags, grouped as the dataclasses are. Defaults stay in the dataclasses: the parser knows only what was typed."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [FLAGS ...] [@FILE ...]",
         description=DESCRIPTION,
@@ -43,7 +50,7 @@ def option_of(field_name: str) -> str:
 
 
 def parse(argv: list[str], *, environ: Mapping[str, str]) -> Config:
-    """Flags as typed -> Config, not resolved. ConfigError: unknown flags, unreadable files; argparse exits for bad values."""
+    """Flags as typed -> Config, not resolved. ConfigError: unknown flags, bad values, unreadable files."""
     values, unknown = build_parser().parse_known_args(expand(argv, environ=environ))
     if unknown:
         raise ConfigError([_unknown(word) for word in unknown if word.startswith("-")] or [f"{unknown[0]!r} belongs to no flag"])

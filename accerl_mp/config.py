@@ -129,7 +129,9 @@ class OptimizerConfig:
 class ReplayConfig:
     """Replay"""
 
-    replay_capacity: int | None = flag(None, "samples in each rank's ring (default: batch x accumulation x 4)", at_least=1)
+    replay_capacity: int | None = flag(
+        None, "samples in each rank's ring (default: batch x accumulation x 4, and room for two groups beside a step)", at_least=1
+    )
     replay_bytes: int | None = flag(None, "bytes of each rank's ring (default: capacity x a sample of --max-length)")
     replay_wait_sleep_seconds: float = flag(0.2, "longest sleep between two looks at the ring while waiting for samples", above=0)
     replay_sample_timeout_seconds: float = flag(1800.0, "longest wait for samples; 0: no limit", at_least=0)
@@ -172,7 +174,7 @@ class InferenceConfig:
     infer_stop: str = flag("\\n", "text that ends a reply, beside the end-of-turn token (\\n: a newline; empty: none)")
     vllm_max_num_seqs: int = flag(128, "requests that vLLM runs at a time", at_least=1)
     vllm_max_num_batched_tokens: int = flag(8192, "tokens of one vLLM step", at_least=1)
-    vllm_max_model_len: int | None = flag(None, "vLLM's context length (default: window + reply)")
+    vllm_max_model_len: int | None = flag(None, "vLLM's context length (default: the window, which holds the replies too)")
     disable_vllm_prefix_caching: bool = flag(False, "recompute the whole prompt at every turn")
     gpu_memory_utilization: float | None = flag(None, "share of a GPU's memory for vLLM (default: 0.85 dedicated, 0.35 colocated)")
     enforce_eager: bool = flag(False, "no CUDA graphs in vLLM")
@@ -287,7 +289,11 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
     world_size = _default(run.fsdp_world_size, _default_world_size(placement, num_gpus, config.inference.infer_tp_size * infer_size))
     run_folder = _default(config.metrics.log_dir, log_dir)
     dtype = _resolve_auto(config.model.dtype, "float32" if placement == "cpu" else "bfloat16")
-    capacity = _default(config.replay.replay_capacity, batch.batch_size * batch.grad_accum_steps * 4)
+    group_size = _default(config.algorithm.grpo_group_size, run.rollout_batch_size)
+    step_samples = batch.batch_size * batch.grad_accum_steps
+    # Room for a step's samples beside a group that is on its way, whatever the group size.
+    most = largest_group(config.replace(grpo_group_size=group_size))
+    capacity = _default(config.replay.replay_capacity, max(4 * step_samples, step_samples + 2 * most))
     return config.replace(
         placement=placement,
         dtype=dtype,
@@ -299,7 +305,7 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
         fsdp_world_size=world_size,
         fsdp_master_addr=_default(run.fsdp_master_addr, "127.0.0.1"),
         num_rollout_workers=_default(run.num_rollout_workers, world_size),
-        grpo_group_size=_default(config.algorithm.grpo_group_size, run.rollout_batch_size),
+        grpo_group_size=group_size,
         train_pack_candidate_pool_size=_default(batch.train_pack_candidate_pool_size, 4 * batch.batch_size),
         replay_capacity=capacity,
         replay_bytes=_default(config.replay.replay_bytes, capacity * sample_bytes_bound(batch.max_length)),
@@ -315,6 +321,12 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
 def sample_bytes_bound(num_tokens: int) -> int:
     """Bytes that a sample of this many tokens takes at most in a ring: all arrays, every token trained, and headers."""
     return num_tokens * (6 * 4 + 1 + 2 * 4) + 1024
+
+
+def largest_group(config: Config) -> int:
+    """Most samples of one group: an episode is one sample, with `--history-mode window` one a turn."""
+    episodes = 1 if config.algorithm.rl_algorithm == "ppo" else config.algorithm.grpo_group_size or 1
+    return episodes * (config.games.tw_max_episode_steps if config.games.history_mode == "window" else 1)
 
 
 def _longest_warmup(optimizer: OptimizerConfig) -> int:

@@ -60,7 +60,7 @@ class InferenceRun:
         self.board = Board.create(self.paths.board)
         self.table = HealthTable.create(self.paths.health, ["trainer/0", "trainer/1", "inference/0", "rollout/0"])
         self.sync: WeightSync | None = None
-        self.popen = self._start_process()
+        self.popen = self.start_process()
 
     def connect(self, *, forced_logprobs: Any = None) -> WeightSync:
         """Become trainer rank 0."""
@@ -68,7 +68,7 @@ class InferenceRun:
         self.sync = WeightSync(
             process, self.model, rank=0, world_size=1, dtype=torch.float32, forced_logprobs=forced_logprobs or self.forced_logprobs
         )
-        with _died_early(self):
+        with died_early(self):
             self.sync.connect()
         return self.sync
 
@@ -103,7 +103,7 @@ class InferenceRun:
     def log(self) -> str:
         return self.paths.log("inference", 0).read_text() + (self.paths.run_dir / "output.txt").read_text()
 
-    def _start_process(self) -> subprocess.Popen:
+    def start_process(self) -> subprocess.Popen:
         environment = os.environ | {
             "ACCERL_PARENT_PID": str(os.getpid()),
             "PYTHONPATH": str(Path(__file__).parent.parent),
@@ -112,6 +112,7 @@ class InferenceRun:
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_RPC_BASE_PATH": str(sockets.make_folder(self.paths)),
             "HF_HUB_OFFLINE": "1",
+            "TORCH_COMPILE_DISABLE": "1",
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
@@ -222,8 +223,8 @@ def client(engine: InferenceRun) -> Iterator[RequestClient]:
 
 
 @contextlib.contextmanager
-def _died_early(run: InferenceRun) -> Iterator[None]:
-    """While waiting for the process to start, notice its death: there is no supervisor here to say so."""
+def died_early(run: InferenceRun) -> Iterator[None]:
+    """Notice the process's death and end the run with it: there is no supervisor here to say so."""
     ready = threading.Event()
 
     def watch() -> None:

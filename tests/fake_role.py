@@ -8,6 +8,7 @@ import time
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+from accerl_mp.transport.errors import EXIT_GAME_HUNG
 from accerl_mp.transport.process import Process, run_process
 
 
@@ -22,6 +23,9 @@ def main(process: Process) -> None:
         (process.paths.run_dir / "shared").write_text(process.shared.name)  # type: ignore[attr-defined]
     if mode == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if mode == "hung-games":
+        time.sleep(0.1)
+        os._exit(EXIT_GAME_HUNG)
     if mode == "breakpoint":
         breakpoint()
     if mode != "never-ready":

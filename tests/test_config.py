@@ -9,6 +9,7 @@ import pytest
 from accerl_mp import checks
 from accerl_mp.cli import build_parser, expand, option_of, parse, to_argv
 from accerl_mp.config import GROUPS, Config, ConfigError, resolve
+from accerl_mp.topology import plan_gpus, visible_gpus
 
 REFERENCE_FLAGS = """
 model-path dtype train-mode trust-remote-code gradient-checkpointing tw-game-dir tw-game-pattern tw-game-limit tw-max-episode-steps
@@ -218,7 +219,7 @@ def test_an_incomplete_model_folder_is_refused(folders: dict[str, Any], missing:
 
 def test_a_small_dev_shm_is_refused_with_the_size_needed(folders: dict[str, Any]) -> None:
     problems = problems_of(folders | {"replay_bytes": 100 << 20}, shm=64 << 20)
-    assert any("64 MiB free" in problem and "200 MiB" in problem for problem in problems)
+    assert any("64 MiB free" in problem and "204 MiB" in problem for problem in problems)
 
 
 def test_a_used_run_folder_is_refused(folders: dict[str, Any]) -> None:
@@ -230,3 +231,30 @@ def test_a_used_run_folder_is_refused(folders: dict[str, Any]) -> None:
 
 def test_held_out_games_must_not_be_the_training_games(folders: dict[str, Any]) -> None:
     assert any("--eval-game-dir" in problem for problem in problems_of(folders | {"eval_game_dir": folders["tw_game_dir"]}))
+
+
+def test_a_bad_value_is_a_problem_like_all_others() -> None:
+    with pytest.raises(ConfigError, match="--batch-size"):
+        parse(["--batch-size", "x"], environ={})
+
+
+def test_flags_that_other_flags_leave_idle_are_said(folders: dict[str, Any]) -> None:
+    typed = Config.from_flat(folders | {"rl_algorithm": "ppo", "grpo_group_size": 4, "kv_on_sync": "recompute", "sync_mode": "drain"})
+    said = checks.warnings(resolve(typed, num_gpus=0, log_dir="unused"), typed)
+    assert [warning.split()[0] for warning in said if "no effect" in warning] == ["--grpo-group-size", "--kv-on-sync"]
+
+
+def test_a_window_sample_a_turn_makes_larger_rings() -> None:
+    config = resolve(Config.from_flat({"history_mode": "window", "batch_size": 4, "grad_accum_steps": 1}), num_gpus=0, log_dir="x")
+    assert config.replay.replay_capacity == 4 + 2 * 8 * 20
+
+
+@pytest.mark.parametrize(("entries", "expected"), [("3,1", ["3", "1"]), ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]), ("", []), ("-1", [])])
+def test_the_users_own_list_of_gpus_is_what_the_gpus_means(monkeypatch: pytest.MonkeyPatch, entries: str, expected: list[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", entries)
+    assert visible_gpus() == expected
+
+
+def test_trainers_take_the_first_gpus_and_engines_the_next_in_the_users_order() -> None:
+    plan = plan_gpus(["5", "2", "7", "0"], placement="dedicated", world_size=2, infer_size=1, infer_tp_size=2)
+    assert (plan.trainer, plan.inference) == (["5", "2"], [["7", "0"]])

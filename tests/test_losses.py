@@ -164,7 +164,5 @@ def _aggregated(aggregation: str, kl_coef: float = 0.0) -> float:
 
 def test_advantages_are_standardised_with_the_steps_sums() -> None:
     values = np.array([1.0, 2.0, 4.0, -3.0])
-    got = normalised_advantages(
-        torch.tensor(values), total=values.sum(), total_squares=(values**2).sum(), count=len(values), eps=1e-8
-    )
+    got = normalised_advantages(torch.tensor(values), total=values.sum(), total_squares=(values**2).sum(), count=len(values), eps=1e-8)
     np.testing.assert_allclose(got.numpy(), (values - values.mean()) / (values.std() + 1e-8), rtol=1e-9)

@@ -28,7 +28,7 @@ from accerl_mp.topology import RunPaths
 from accerl_mp.transport import sockets
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MAX_UNACKED, MetricsReceiver
-from accerl_mp.transport.errors import Closed, DeadlineExpired
+from accerl_mp.transport.errors import EXIT_GAME_HUNG, Closed, DeadlineExpired
 from accerl_mp.transport.health import Health, HealthTable
 from accerl_mp.transport.process import Process
 
@@ -426,7 +426,7 @@ def test_a_process_whose_step_hangs_ends_and_names_the_game(paths: RunPaths) -> 
         ingest.stop()
         table.unlink()
         board.unlink()
-    assert code == 1
+    assert code == EXIT_GAME_HUNG
     assert "hangs.z8" in error
     assert "--env-step-timeout-s" in ledger.failed[8]
     log = paths.log("rollout", 0).read_text()

@@ -155,6 +155,26 @@ def test_used_up_restarts_end_the_run(start: Callable[..., Run]) -> None:
     run.assert_nothing_left()
 
 
+def test_processes_that_end_because_of_a_hung_game_use_up_no_restarts(start: Callable[..., Run]) -> None:
+    run = start("rollout:hung-games", max_restarts=1)
+    run.wait_until(lambda: run.log().count("the game's fault") >= 4)
+    run.touch("finish")
+    assert run.codes() == [0]
+    run.assert_nothing_left()
+
+
+def test_a_request_for_all_stacks_does_not_end_the_supervisor(start: Callable[..., Run]) -> None:
+    run = start("rollout:run")
+    run.wait_running("rollout/0")
+    table = HealthTable.attach(run.paths.health)
+    assert "supervisor/0" in table.names
+    table.dump_stacks(table.names)
+    table.close()
+    run.wait_until(lambda: "Current thread" in run.paths.log("supervisor", 0).read_text())
+    run.touch("finish")
+    assert run.codes() == [0]
+
+
 def test_a_role_that_never_gets_ready_leaves_its_stacks_and_is_ended(start: Callable[..., Run]) -> None:
     run = start("inference:never-ready", max_restarts=0)
     assert run.codes() == [1]

@@ -111,7 +111,7 @@ def test_renaming_is_consistent_and_keeps_what_commands_mean() -> None:
     names = ["steam room", "non-euclidean key", "key"]
     assert name_words(names) == ["steam", "non", "euclidean", "key"]
     rename = renamer({"steam": "plover", "key": "scand"})
-    assert rename("-= Steam Room =- take key with non-euclidean key; keyboard") == "-= Plover Room =- take scand with non-euclidean scand; keyboard"
+    assert rename("-= Steam Room =- take key; keyboard") == "-= Plover Room =- take scand; keyboard"
     renaming = draw_renaming(names, words, random.Random(1))
     assert len(set(renaming.values())) == len(renaming)
 
@@ -164,7 +164,7 @@ def test_warm_start_lowers_the_loss_and_saves_a_model(model_dir: Path, tmp_path:
     load_chat(tmp_path / "out")
 
 
-def test_smoke_training_on_two_ranks_follows_one(model_dir: Path) -> None:
+def test_smoke_training_runs_on_one_rank_and_on_two(model_dir: Path) -> None:
     flags = ["--model-path", str(model_dir), "--max-steps", "2", "--grad-accum-steps", "1", "--train-mode", "full"]
     flags += ["--learning-rate", "1e-2", "--device", "cpu"]
     one = _sft_losses([*flags, "--batch-size", "4"])
@@ -180,9 +180,10 @@ def _sft_losses(flags: list[str]) -> list[float]:
 
 
 def test_every_flag_of_the_references_local_trainer() -> None:
-    flags = "--model-path m --device cpu --dtype float32 --train-mode full --max-length 64 --batch-size 2 --max-steps 3 --learning-rate 1e-4"
-    flags += " --weight-decay 0.1 --grad-accum-steps 2 --dataset-repeat 1 --log-every 2 --seed 3 --trust-remote-code --gradient-checkpointing"
-    flags += " --use-fsdp --fsdp-world-size 2 --fsdp-master-addr 127.0.0.1 --fsdp-master-port 29511"
+    flags = "--model-path m --device cpu --dtype float32 --train-mode full --max-length 64 --batch-size 2 --max-steps 3"
+    flags += " --learning-rate 1e-4 --weight-decay 0.1 --grad-accum-steps 2 --dataset-repeat 1 --log-every 2 --seed 3"
+    flags += " --trust-remote-code --gradient-checkpointing --use-fsdp --fsdp-world-size 2 --fsdp-master-addr 127.0.0.1"
+    flags += " --fsdp-master-port 29511"
     args = sft.parse_args(flags.split())
     assert (args.dataset_repeat, args.fsdp_master_port, args.gradient_checkpointing) == (1, 29511, True)
     defaults = sft.parse_args(["--model-path", "m"])

@@ -94,9 +94,7 @@ def test_padded_and_packed_have_the_same_gradient(aggregation: str, clip_mode: s
     samples = made_samples(8, seed=3)
     options = {"loss_aggregation": aggregation, "clip_mode": clip_mode, "old_new_kl_coef": 0.1, "max_grad_norm": 0.0}
     splits = [[samples[:3], samples[3:]], [samples[:4], samples[4:]], [samples[5:], samples[1:5], samples[:1]]]
-    padded, *others = (
-        _gradients(folder, ranks, split, **options, **layout) for layout, split in zip(LAYOUTS, splits, strict=True)
-    )
+    padded, *others = (_gradients(folder, ranks, split, **options, **layout) for layout, split in zip(LAYOUTS, splits, strict=True))
     assert max(float(grad.abs().max()) for grad in padded.values()) > 1e-4
     for other in others:
         for name, grad in padded.items():

@@ -10,9 +10,7 @@ CHUNK_ROWS = 1024
 """Rows turned to float32 at a time: 0.6 GiB with a vocabulary of 152k."""
 
 
-def token_logprobs(
-    logits: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_rows: int = CHUNK_ROWS
-) -> tuple[Tensor, Tensor]:
+def token_logprobs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0, chunk_rows: int = CHUNK_ROWS) -> tuple[Tensor, Tensor]:
     """Log-probability of `targets` ([R] int64) under softmax(logits / temperature), and the entropy, each [R] float32.
 
     `logits` [R, V] in any float dtype; their gradient comes in the same dtype. The entropy has no gradient.

@@ -18,6 +18,7 @@ from accerl_mp.ingest.rings import Rings
 from accerl_mp.timing import Timer
 from accerl_mp.transport import sockets
 from accerl_mp.transport.channels import MetricsSender
+from accerl_mp.transport.errors import Closed
 from accerl_mp.transport.process import Process
 from accerl_mp.transport.ring_memory import NUM_RECENT
 
@@ -72,8 +73,10 @@ class Ingest:
                 self._desk.receive(self._version, self._is_done)
                 self._deal()
                 self._report()
+        except Closed:
+            self._desk.say_stop()  # not after an error: rollouts wait for the next ingest
+            raise
         finally:
-            self._desk.say_stop()
             self._close()
 
     @property

@@ -28,6 +28,8 @@ _VLLM = {
 _VLLM_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding takes whole cores, which the trainer needs too
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # vLLM's small compiled helpers would want a C++ compiler, and one that fails where a path has a space in it.
+    "TORCH_COMPILE_DISABLE": "1",
 }
 
 

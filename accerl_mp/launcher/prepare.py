@@ -95,7 +95,8 @@ def _shm_free_bytes() -> int:
 
 def _export_tokenizer(config: Config, folder: Path) -> list[str]:
     """Its problems; none where `checks` has already refused the model folder."""
-    if not (Path(config.model.model_path) / "config.json").is_file():
+    template = config.model.chat_template
+    if not (Path(config.model.model_path) / "config.json").is_file() or (template and not Path(template).is_file()):
         return []
     from transformers.utils import logging
 

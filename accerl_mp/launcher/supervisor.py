@@ -4,6 +4,7 @@ Forked by trainer rank 0 before it imports anything heavy. Standard library only
 signal is tied to the thread that started a child.
 """
 
+import faulthandler
 import logging
 import os
 import select
@@ -22,7 +23,7 @@ from accerl_mp.launcher.roles import Role, build_roles, table_names
 from accerl_mp.launcher.sweep import lock, note_foreign, sweep
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
-from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.errors import EXIT_GAME_HUNG, PeerLost
 from accerl_mp.transport.health import FAILURE_FILE, PARENT_PID, STATES, Health, HealthRow, HealthTable, is_alive
 
 LAUNCH_PID = "ACCERL_LAUNCH_PID"
@@ -92,6 +93,7 @@ class Supervisor:
         children.become_subreaper(self._parent_pid)
         self._wakeup = _wake_on_signals(self._on_signal)
         self._redirect()
+        faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)  # it is in the health table, so it gets SIGUSR1
         log.setup(self._paths, "supervisor", 0, self._config.metrics.log_level)
         self._lock = lock(self._paths)
         if self._lock is None:
@@ -198,6 +200,10 @@ class Supervisor:
         child.num_deaths_at_once = child.num_deaths_at_once + 1 if at_once else 0
         index = self._table.row_of(child.name)
         lost = PeerLost(child.name, exit_code, str(self._log_file(child)), row.error or _describe(exit_code))
+        if exit_code == EXIT_GAME_HUNG:  # ingest counts it against the game, which it sets aside after three
+            child.num_deaths_at_once, child.start_at = 0, time.monotonic()
+            _log.warning("%s, starts again (the game's fault: no restart is used up)", lost)
+            return None
         used, most = self._restarts[child.role.name], self._config.metrics.max_restarts
         if child.num_deaths_at_once >= _MAX_DEATHS_AT_ONCE:
             lost.detail = f"it died at once {child.num_deaths_at_once} times in a row: {lost.detail}"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from accerl_mp.config import ModelConfig
@@ -37,7 +38,10 @@ def export_tokenizer(model: ModelConfig, folder: Path) -> list[str]:
         return [
             f"--model-path {model.model_path}: {type(tokenizer).__name__} has no tokenizer.json form: games cannot be turned into tokens"
         ]
-    eos_token_ids = _eos_token_ids(model, tokenizer)
+    try:
+        eos_token_ids = _eos_token_ids(model, tokenizer)
+    except (OSError, ValueError, KeyError) as error:
+        return [f"--model-path {model.model_path}: its config cannot be read ({str(error).splitlines()[0]})"]
     if not eos_token_ids:
         return [f"--model-path {model.model_path}: neither its tokenizer nor its configs name an end-of-turn token: no reply would end"]
     template = _template(model, tokenizer)
@@ -58,7 +62,7 @@ def _probe(model: ModelConfig, folder: Path) -> list[str]:
     """Whether the files just written carry an episode, as a rollout process will use them."""
     try:
         ChatFormat.probe(Tokenizer.load(folder))
-    except TemplateError as error:
+    except (TemplateError, jinja2.TemplateError) as error:
         whose = f"--chat-template {model.chat_template}" if model.chat_template else f"--model-path {model.model_path}"
         return [f"{whose}: {error}: no transcript could be trained (--chat-template FILE gives another template)"]
     return []

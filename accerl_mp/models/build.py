@@ -143,9 +143,12 @@ def model_problems(config: Config, device: torch.device) -> list[str]:
     """What the trainer would refuse about the model, found without reading a weight (for the launcher; takes a second)."""
     try:
         model = load_model(config, device, meta=True)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         return [f"--model-path {config.model.model_path}: {str(error).splitlines()[0]}"]
     problems = []
+    longest, window = getattr(model.config, "max_position_embeddings", None), config.games.tw_history_token_window
+    if longest is not None and longest < max(window, config.inference.vllm_max_model_len or 0):
+        problems.append(f"--tw-history-token-window {window} (or --vllm-max-model-len) is over the model's context of {longest} tokens")
     if config.batch.train_logprob_mode == "response_only_lm_head" and "logits_to_keep" not in signature(model.forward).parameters:
         problems.append(f"--train-logprob-mode response_only_lm_head: {type(model).__name__} has no logits_to_keep; use full_logits_ce")
     if getattr(model.config, "attn_logit_softcapping", None) is not None:

@@ -131,9 +131,6 @@ class InferenceClient:
     async def _receive(self, replica: int) -> None:
         while True:
             data = await self._sockets[replica].recv()
-            if channels.unpack_any(data).get("op") == "hello":
-                self._ask_again(replica)
-                continue
             message = channels.unpack("reply", data)
             request = self._requests.get(message["id"])
             if request is None or request.answer.done():

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.errors import EXIT_GAME_HUNG
 from accerl_mp.transport.process import Process
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def end_process(process: Process, step: Step) -> None:
     _report(process, step, reason)
     process.health.fail(TimeoutError(f"game {step.path}: {reason}"))
     logging.shutdown()
-    os._exit(1)
+    os._exit(EXIT_GAME_HUNG)
 
 
 def _report(process: Process, step: Step, reason: str) -> None:

@@ -3,7 +3,7 @@
     python -m accerl_mp.tools.make_demo_model --work-dir runs/make_demo_model --out DIR
 
 Games, walks and a tokenizer (minutes on 2 cores); 4,000 steps that imitate the best commands (5 minutes on a GPU with a few cores
-to build batches, hours on 2 cores), after which the model wins every held-out game of the demo; then 120 steps that teach it to dawdle
+to build batches, hours on 2 cores), after which the model wins every held-out game of the demo; then 240 steps that teach it to dawdle
 (minutes anywhere), so that it plays validly, loses often, and reinforcement learning has something to find. No world and no quest of the
 demo's games is among the games that it learns from. Steps whose result is in --work-dir already are left out.
 """
@@ -41,6 +41,11 @@ DAWDLE = BEST | {
     "log-every": 10,
     "seed": 2,
 }
+WALKS = {
+    "best": ["10", "--seed", "1"],
+    "dawdle": ["3", "--seed", "2", "--mistakes", "dawdle", "--mistake-share", "0.72"],
+}
+"""Walks per game, and how the walker errs."""
 SHIPPED = ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -51,7 +56,7 @@ def make(work: Path, out: Path, *, device: str, num_processes: int) -> None:
     lesson, demo = work / "games" / "manifest.json", work / "demo_games" / "manifest.json"
     make_games.main(["--out", str(demo.parent), "--num-train", "24", "--num-heldout", "20", "--seed", "1", *processes])
     make_games.main(["--out", str(lesson.parent), "--num-train", "600", "--num-heldout", "40", "--seed", "1000", *processes])
-    for name, extra in {"best": ["10", "--seed", "1"], "dawdle": ["3", "--seed", "2", "--mistakes", "dawdle", "--mistake-share", "0.72"]}.items():
+    for name, extra in WALKS.items():
         if not (work / f"{name}.jsonl.gz").exists():
             where = ["--games", str(lesson), "--without", str(demo), "--out", str(work / f"{name}.jsonl.gz")]
             walks.main([*where, *processes, "--walks-per-game", *extra])

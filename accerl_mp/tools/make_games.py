@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -225,11 +224,6 @@ def is_made(out: Path, *, num_train: int, num_heldout: int, seed: int) -> bool:
     same = all(manifest.get(name) == value for name, value in wanted.items())
     files = [out / game["file"] for game in manifest["games"]]
     return same and all(file.is_file() and file.with_suffix(".json").is_file() for file in files)
-
-
-def iter_games(folder: Path) -> Iterator[Path]:
-    """Every game file under `folder` that has its .json, in order."""
-    return (path for path in sorted(folder.rglob("*.z8")) if path.with_suffix(".json").is_file())
 
 
 def main(argv: list[str] | None = None) -> int:

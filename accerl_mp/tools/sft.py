@@ -1,7 +1,7 @@
 """Supervised training on one machine: a warm start from played games, or a smoke test of the trainer's parts.
 
     python -m accerl_mp.tools.sft --model-path DIR --train-mode lm_head --max-steps 20        (built-in chat pairs)
-    python -m accerl_mp.tools.sft --model-path DIR --walks walks.jsonl.gz --out DIR ...       (warm start; see README.md of the demo model)
+    python -m accerl_mp.tools.sft --model-path DIR --walks walks.jsonl.gz --out DIR ...       (warm start, as in make_demo_model)
 
 The loss is the mean over reply tokens plus `--prompt-weight` times the mean over prompt tokens. `--mistake-weight` 0 imitates
 the best commands alone; 1 imitates the player of the walks with its mistakes. Steps are micro-steps, as in the reference's local

@@ -1,7 +1,7 @@
 """Samples -> tensors of a micro-batch. One form for both layouts: trained tokens are [R] whatever rows they come from.
 
-    packed  one row [1, T] of several samples, position ids restart at 0 in each
-    padded  [B, S], padding on the right, which no token of a causal model sees: no mask
+packed  one row [1, T] of several samples, position ids restart at 0 in each
+padded  [B, S], padding on the right, which no token of a causal model sees: no mask
 """
 
 from dataclasses import dataclass, fields

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from accerl_mp.algorithms.packing import choose_packs
-from accerl_mp.config import Config, sample_bytes_bound
+from accerl_mp.config import Config, largest_group, sample_bytes_bound
 from accerl_mp.samples import RLSample, SampleError
 from accerl_mp.transport.ring import ReadySample, RingReader
 
@@ -96,9 +96,6 @@ class Replay:
         counts, self._counts = self._counts, ReplayCounts()
         return counts
 
-    def describe_wait(self, rank: int) -> str:
-        return f"ring/{rank} to hold the samples of an optimizer step"
-
     def _usable(self, version: int) -> list[ReadySample]:
         """Records that may be trained, in the order in which they should be."""
         replay = self._config.replay
@@ -167,8 +164,7 @@ class Replay:
 
     def _note_room(self, live: list[ReadySample]) -> None:
         """Whether another group fits into the ring; if none does, waiting for one would never end."""
-        algorithm, ring = self._config.algorithm, self._ring
-        group_size = 1 if algorithm.rl_algorithm == "ppo" else algorithm.grpo_group_size or 1
+        ring, group_size = self._ring, largest_group(self._config)
         if self._config.replay.max_sample_reuse != 1:  # the writer makes room: used samples go
             self._is_full = ring.capacity - sum(record.uses == 0 for record in live) < group_size
             return
@@ -187,7 +183,7 @@ class Replay:
         except SampleError as error:
             _log.warning("episode %d is not trained: %s", sample.episode_id, error)
             self._counts.invalid += 1
-            self._ring.release(record, "torn")
+            self._ring.release(record, "refused")
             return None
         self._counts.valid += 1
         return sample

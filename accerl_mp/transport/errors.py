@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+EXIT_GAME_HUNG = 75
+"""A rollout's exit code when it ends itself because of a game: a restart that doesn't count."""
+
 
 class Closed(Exception):
     """The run ends normally: leave, this is no error."""
