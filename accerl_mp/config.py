@@ -171,7 +171,7 @@ class InferenceConfig:
     infer_max_tokens: int = flag(16, "most tokens of a reply", at_least=1)
     infer_temperature: float = flag(1.0, "sampling temperature of training episodes", above=0)
     infer_top_p: float = flag(1.0, "nucleus sampling; only 1.0 trains exactly, anything less is refused")
-    infer_stop: str = flag("\\n", "text that ends a reply, beside the end-of-turn token (\\n: a newline; empty: none); tokens that hold it stop")
+    infer_stop: str = flag("\\n", "text that ends a reply, beside the end-of-turn token (\\n: a newline; empty: none)")
     vllm_max_num_seqs: int = flag(128, "requests that vLLM runs at a time", at_least=1)
     vllm_max_num_batched_tokens: int = flag(8192, "tokens of one vLLM step", at_least=1)
     vllm_max_model_len: int | None = flag(None, "vLLM's context length (default: the window, which holds the replies too)")

@@ -143,6 +143,14 @@ def test_a_full_ring_starts_a_step_that_could_never_get_more(make_rig: Any) -> N
     assert len(rig.train()) == 8
 
 
+def test_after_the_last_step_the_ring_is_emptied_so_that_the_last_evaluation_is_not_blocked(make_rig: Any) -> None:
+    rig = make_rig(batch_size=2, grad_accum_steps=1, replay_capacity=4)
+    rig.put(4)
+    assert rig.writer.free_slots == 0
+    rig.replay.let_go()
+    assert (rig.writer.free_slots, rig.writer.counters()["left"][0]) == (4, 4)
+
+
 def test_a_sample_for_another_algorithm_is_refused_and_counted(make_rig: Any) -> None:
     rig = make_rig()
     rig.put(4, algorithm="ppo")

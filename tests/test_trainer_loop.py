@@ -36,9 +36,13 @@ class RecordingSync:
         self._file = (process.paths.run_dir / f"calls-{rank}.txt").open("a")
         self._board, self._forced_logprobs = process.board, forced_logprobs
         self._version = -1
+        self._started_again = process.paths.run_dir / "inference-started-again" if rank == 0 else None
 
     def connect(self) -> None:
         self._note("connect")
+
+    def has_new_replica(self) -> bool:
+        return self._started_again is not None and self._started_again.exists()
 
     def start_push(self, version: int, *, trainable_only: bool) -> None:
         self._version = version
@@ -46,6 +50,8 @@ class RecordingSync:
 
     def finish_push(self) -> PushReport:
         assert np.isfinite(self._forced_logprobs([5, 6, 7])).all()
+        if self._started_again is not None:
+            self._started_again.unlink(missing_ok=True)
         self._note(f"finish {self._version}")
         return PushReport(version=self._version, seconds=0.5, standstill_s=0.25, num_bytes=1 << 20, verified=True)
 
@@ -202,6 +208,20 @@ def test_a_starving_rank_makes_both_wait_in_a_named_place_until_its_deadline(mak
     assert run.calls()[:3] == ["connect", "start 0 all at step 0", "finish 0"]
 
 
+def test_inference_that_was_started_again_gets_its_weights_while_both_ranks_wait(make_run: Any) -> None:
+    """For samples, then for an evaluation: the version in use, all weights."""
+    run = make_run(max_steps=2, eval_game_dir="held-out")
+    run.answers_evaluations, run.fed = False, [False, False]
+    helper = threading.Thread(target=_start_inference_again_twice, args=(run,), daemon=True)
+    helper.start()
+    run.train()
+    helper.join()
+    pushes = [call.split(" at ")[0] for call in run.calls()]
+    assert pushes == ["connect", *["start 0 all", "finish 0"] * 3, "start 1 trainable", "finish 1", "close"]
+    assert [call.split(" at ")[0] for call in run.calls(1)] == pushes
+    assert run.board.get("policy_version") == 1
+
+
 def test_a_stop_ends_both_ranks_together_and_exports(make_run: Any) -> None:
     run = make_run(save_checkpoint=True, max_steps=10_000)
     stopper = threading.Thread(target=_stop_at_step, args=(run, 3), daemon=True)
@@ -219,6 +239,18 @@ def _answer_late(run: Run) -> None:
         time.sleep(0.02)
     time.sleep(0.5)
     run.held_back = run.calls()[-1] == "finish 0"
+    run.answers_evaluations = True
+
+
+def _start_inference_again_twice(run: Run) -> None:
+    for step in (0, 2):
+        while run.board.get("policy_version") < 0 or run.board.get("optimizer_step") < step:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        (run.paths.run_dir / "inference-started-again").touch()
+        while (run.paths.run_dir / "inference-started-again").exists():
+            time.sleep(0.02)
+        run.fed = [True, True]
     run.answers_evaluations = True
 
 

@@ -1,6 +1,7 @@
 """The inference side of a push: the calls of weight_sync/protocol.py, one at a time, in the order in which they come."""
 
 import logging
+import os
 import time
 from typing import Any
 
@@ -34,7 +35,8 @@ class PushControl:
             return {"error": f"{type(error).__name__}: {error}"}
 
     async def _status(self) -> dict[str, Any]:
-        return {"version": self._front.ledger.version, "num_workers": self._engine.num_workers, "session": self._session}
+        version, num_workers = self._front.ledger.version, self._engine.num_workers
+        return {"version": version, "num_workers": num_workers, "session": self._session, "pid": os.getpid()}
 
     async def _connect(self, address: dict[str, Any], first_rank: int) -> None:
         await self._engine.call_workers("sync_connect", address, first_rank)
@@ -53,10 +55,15 @@ class PushControl:
         return {"checksums": await self._engine.call_workers("sync_checksums")}
 
     async def _swap(self, version: int) -> dict[str, Any]:
-        """Pause, load, cut the versions, resume. A failure in between leaves requests held: half-loaded weights never answer."""
+        """Pause, load, cut the versions, resume. A failure in between leaves requests held: half-loaded weights never answer.
+
+        The version that is in use already comes again when a push began again or another process was started again. Its weights
+        may then be newer than those that the cache was filled with under the same salt.
+        """
         start = time.monotonic()
         self._front.hold()
-        await self._engine.pause(mode=self._pause_mode, clear_cache=self._clears_cache)
+        is_again = version == self._front.ledger.version
+        await self._engine.pause(mode=self._pause_mode, clear_cache=self._clears_cache or is_again)
         reports = await self._engine.call_workers("sync_swap", version)
         # With all that was sent before in their hands, requests that no worker knows are those that had not begun.
         await self._engine.flush()

@@ -6,8 +6,10 @@ before it decides anything. Rank 0 also talks to the rest of the run: board, wei
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -141,7 +143,7 @@ class Trainer:
     def _wait_for_samples(self) -> LocalTotals:
         """The step's totals over all ranks, once each rank has its samples. The one place where a rank starves."""
         replay = self._config.replay
-        numbers = self._ranks.wait_until(
+        numbers = self._wait_until(
             self._has_samples,
             what=f"ring/{self._ranks.rank} to hold the samples of an optimizer step",
             timeout_s=replay.replay_sample_timeout_seconds,
@@ -150,6 +152,15 @@ class Trainer:
             share=lambda: (LocalTotals.of(self._next.samples) if self._next else LocalTotals()).numbers(),
         )
         return LocalTotals(*numbers)
+
+    def _wait_until(self, is_ready: Callable[[], bool], **options: Any) -> list[float]:
+        """`Ranks.wait_until` for what vLLM must generate for: where it was started again meanwhile, it gets weights first.
+
+        waits for      `is_ready` on all ranks, from the start again after such a push
+        """
+        while (numbers := self._ranks.wait_until(is_ready, gives_way=self._sync.has_new_replica, **options)) is None:
+            self._push_again()
+        return numbers
 
     def _has_samples(self) -> bool:
         """Not collective."""
@@ -190,6 +201,18 @@ class Trainer:
         if self._round and self._is_due(self._config.metrics.eval_every_rounds) and not self._is_over():
             self._ask_evaluation()
 
+    def _push_again(self) -> None:
+        """All weights of now under the version that is in use: a new engine holds every request until it has some.
+
+        In the middle of a round they are newer than those that the version began with. The number counts rounds, and the ratio
+        uses the logprobs that came with the tokens, so only that version's tokens get a little fresher.
+        """
+        with self._timer.phase("push"):
+            self._sync.start_push(self._version, trainable_only=False)
+            report = self._sync.finish_push()
+        if self._ranks.rank == 0:
+            self._sender.values(push_values(report))
+
     def _is_due(self, every_rounds: int) -> bool:
         return every_rounds > 0 and self._round % every_rounds == 0
 
@@ -202,11 +225,17 @@ class Trainer:
             self._process.board.set("eval_asked", self._num_evals)
 
     def _wait_for_evaluation(self) -> None:
-        """Until every evaluation that was asked for is done."""
+        """Until every evaluation that was asked for is done. After the last step nothing stays in the ring meanwhile."""
         asked, board = self._num_evals, self._process.board
+
+        def is_done() -> bool:
+            if self._is_over():
+                self._replay.let_go()
+            return board.get("eval_done") >= asked
+
         with self._timer.phase("evaluation"):
-            self._ranks.wait_until(
-                lambda: board.get("eval_done") >= asked,
+            self._wait_until(
+                is_done,
                 what=f"ingest/0 to finish evaluation {asked}",
                 timeout_s=self._config.replay.replay_sample_timeout_seconds,
                 flag=_REPLAY_FLAG,

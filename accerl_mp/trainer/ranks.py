@@ -67,24 +67,28 @@ class Ranks:
         flag: str,
         longest_sleep_s: float = PACE_S,
         share: Callable[[], Sequence[float]] = tuple,
-    ) -> list[float]:
+        gives_way: Callable[[], bool] = bool,
+    ) -> list[float] | None:
         """Wait until `is_ready()` holds on every rank; returns the sums over ranks of what `share()` (always as many numbers) gives then.
 
         waits for      each rank's own condition, polled outside of any collective; a rank that isn't ready says so every PACE_S
-        unblocked by   the last rank that becomes ready
+        unblocked by   the last rank that becomes ready; or `gives_way()` on any rank: all return None, for something collective
+                       that is to be done first
         at the end     all ranks raise Closed at this same place, whichever was asked to stop
         a dead peer    PeerLost (a process of the run has failed), or gloo's error if a rank died
         """
         with self._health.waiting(what, timeout_s=timeout_s, flag=flag) as wait:
             while True:
                 is_stopping, ready = self._poll(is_ready, wait, longest_sleep_s)
-                num_stopping, num_ready, *totals = self.sums([is_stopping, ready, *share()])
+                num_stopping, num_ready, num_leaving, *totals = self.sums([is_stopping, ready, gives_way(), *share()])
                 if num_stopping:
                     self.agreed_to_stop = True
                     self._health.check()  # PeerLost, where that is the reason
                     raise Closed("another trainer rank was asked to stop")
                 if num_ready == self.size:
                     return totals
+                if num_leaving:
+                    return None
 
     def _poll(self, is_ready: Callable[[], bool], wait: Wait, longest_sleep_s: float) -> tuple[bool, bool]:
         """(asked to stop, ready), after PACE_S at the latest."""
@@ -107,4 +111,3 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(tensor, op)
         return tensor.tolist()
-

@@ -92,6 +92,11 @@ class Replay:
             self._counts.lags_newest.append(max(0, version - record.newest_version))
         self._counts.consumed += len(taken.records)
 
+    def let_go(self) -> None:
+        """Release whatever is in the ring, untrained: training is over, and a full ring would keep rollouts from the last evaluation."""
+        for record in self._ring.ready():
+            self._ring.release(record, "left")
+
     def take_counts(self) -> ReplayCounts:
         counts, self._counts = self._counts, ReplayCounts()
         return counts

@@ -9,8 +9,9 @@ from accerl_mp.transport.ring_memory import RingMemory
 
 WRITER_REASONS = ("committed", "evicted", "double", "blocked")
 """What a writer counts: put; evicted to make room; groups refused as doubles; puts that found no room (groups)."""
-READER_REASONS = ("trained", "expired", "refused", "torn", "lost")
-"""What a reader counts: released after training, as too old, or by its own checks; failed the CRC; evicted between listing and reading."""
+READER_REASONS = ("trained", "expired", "refused", "torn", "lost", "left")
+"""What a reader counts: released after training, as too old, or by its own checks; failed the CRC; evicted between listing and reading;
+not needed any more when training ended."""
 
 
 class RingView:

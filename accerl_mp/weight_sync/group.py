@@ -94,8 +94,10 @@ class NcclGroup(_BroadcastGroup):
             super().__init__(dist.ProcessGroupNCCL(store, rank, address.world_size, options), store)
 
     def abort(self) -> None:
+        was_aborted = self._is_aborted
         super().abort()
-        self._group.abort()
+        if not was_aborted:
+            self._group.abort()
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

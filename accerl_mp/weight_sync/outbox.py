@@ -9,7 +9,7 @@ from accerl_mp.transport.errors import DeadlineExpired
 from accerl_mp.transport.health import Health
 from accerl_mp.weight_sync.group import WeightGroup
 from accerl_mp.weight_sync.layout import align
-from accerl_mp.weight_sync.protocol import SyncError
+from accerl_mp.weight_sync.protocol import GroupBroken, SyncError
 
 _NUM_BUFFERS = 2
 """One is filled while the other travels."""
@@ -102,5 +102,5 @@ class Outbox:
                 self._group.send(buffer[:num_bytes])
                 self._free.put(buffer)
         except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
-            self.error = self.error or SyncError(f"sending weights failed: {error}")
+            self.error = self.error or GroupBroken(f"sending weights failed: {error}")
         self.is_done = self.error is None

@@ -6,7 +6,7 @@ One call at a time per inference process; every call has a deadline (`--sync-tim
 
 | op | sent with | done by the inference process | answer holds |
 |---|---|---|---|
-| status | - | - | version, num_workers, session: another one after a restart |
+| status | - | - | version, num_workers, pid, session: another one after a restart |
 | connect | address, first_rank | workers start to join the weight group | - |
 | begin | version, manifest, bucket_bytes | workers start to receive; generation goes on | - |
 | poll | - | - | state, version, error: of the worker that is least far |
@@ -17,6 +17,9 @@ One call at a time per inference process; every call has a deadline (`--sync-tim
 | abort | - | workers leave the group | - |
 
 One push: begin -> (bytes travel) poll until received -> [checksums] -> swap -> [probe] -> [open].
+
+A push that breaks begins again with connect, under the same version and with all weights. Some processes may have swapped to that
+version already: they load the same weights once more. One that failed in between holds its requests until then.
 """
 
 from typing import Any
@@ -34,6 +37,14 @@ PROGRESS = (FAILED, IDLE, CONNECTING, READY, RECEIVING, RECEIVED)
 
 class SyncError(RuntimeError):
     """A push failed or its verification did. Names the tensor, the probe or the peer."""
+
+
+class GroupBroken(SyncError):
+    """An inference process or the way to it was lost. Nothing is wrong with the weights: a new group may do."""
+
+
+class WrongWeights(SyncError):
+    """What arrived or what vLLM computes with is not what trains. Sending it again would only hide that."""
 
 
 def pack_call(op: str, number: int, fields: dict[str, Any]) -> bytes:

@@ -6,8 +6,8 @@ from typing import Any
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import sockets
 from accerl_mp.transport.channels import CONTROL, MessageError
-from accerl_mp.transport.health import Health
-from accerl_mp.weight_sync.protocol import SyncError, pack_call, unpack_answer
+from accerl_mp.transport.health import Health, is_alive
+from accerl_mp.weight_sync.protocol import FAILED, GroupBroken, SyncError, pack_call, unpack_answer
 
 _LOOK_MS = 20
 """Longest wait for an answer between two looks at the run's health."""
@@ -18,10 +18,12 @@ class Replicas:
     """One DEALER per inference process. Not thread-safe: rank 0's main thread only."""
 
     def __init__(self, paths: RunPaths, health: Health, count: int) -> None:
-        self._health = health
+        self._paths, self._health = paths, health
         self.names = [f"inference/{index}" for index in range(count)]
+        self.pids: list[int] = []
+        """Of the processes that the weight group was formed with; empty before."""
         self._context = sockets.new_context()
-        self._sockets = [sockets.connect_dealer(self._context, paths, CONTROL, identity="trainer/0", index=index) for index in range(count)]
+        self._sockets = self._connect()
         self._number = 0
 
     def __len__(self) -> int:
@@ -33,9 +35,10 @@ class Replicas:
         """Call all; returns their answers in order. `fields`: one dict for all, or one each.
 
         waits for      an answer of each, at most `timeout_s`, then raises DeadlineExpired naming who is missing
-        a dead peer    PeerLost once the supervisor gives up on it; with `again` the call is repeated every 2 s, so that a process
-                       that was started anew meanwhile answers it (calls that do no harm twice)
-        an error there raises SyncError with its text
+        a dead peer    GroupBroken as soon as one is lost; with `again` the call is repeated every 2 s instead, so that a process
+                       that was started anew meanwhile answers it (calls that do no harm twice); PeerLost once the supervisor
+                       gives up on it
+        an error there raises SyncError with its text, GroupBroken if its end of the group has failed
         """
         each = fields if isinstance(fields, list) else [fields or {}] * len(self)
         self._number += 1
@@ -47,12 +50,15 @@ class Replicas:
             while missing:
                 self._collect(missing, answers)
                 wait.check()
-                if again and wait.waited_s > next_ask_s:
+                if not again:
+                    self.check()
+                elif wait.waited_s > next_ask_s:
                     self._send(missing)
                     next_ask_s += _ASK_AGAIN_S
         for index, name in enumerate(self.names):
             if answers[index]["error"]:
-                raise SyncError(f"{name} could not {op}: {answers[index]['error']}")
+                kind = GroupBroken if answers[index].get("state") == FAILED else SyncError
+                raise kind(f"{name} could not {op}: {answers[index]['error']}")
         return [answers[index] for index in range(len(self))]
 
     def call_until(self, is_done: Callable[[dict[str, Any]], bool], op: str, *, what: str, timeout_s: float, flag: str) -> None:
@@ -66,8 +72,38 @@ class Replicas:
         self._number += 1
         self._send(dict.fromkeys(range(len(self)), pack_call(op, self._number, {})))
 
+    def lost(self) -> list[str]:
+        """Those whose process is not the one of `pids` any more, or is dead. Waits for nothing."""
+        return [name for name, pid in zip(self.names, self.pids, strict=False) if self._pid(name) != pid or not is_alive(pid)]
+
+    def check(self) -> None:
+        """Raises GroupBroken if one is lost."""
+        if lost := self.lost():
+            raise GroupBroken(f"{', '.join(lost)} died while the weight group was in use")
+
+    def are_running(self) -> bool:
+        """Whether all are ready to answer now."""
+        table = self._health.table
+        rows = [table.read(table.row_of(name)) for name in self.names]
+        return all(row.state == "running" and is_alive(row.pid) for row in rows)
+
+    def reconnect(self) -> None:
+        """Throw away calls and answers that are under way: a process that is started later would still get those calls."""
+        for socket in self._sockets:
+            socket.close(linger=0)
+        self._sockets = self._connect()
+
     def close(self) -> None:
         self._context.destroy(linger=1000)
+
+    def _connect(self) -> list[Any]:
+        indices = range(len(self.names))
+        return [sockets.connect_dealer(self._context, self._paths, CONTROL, identity="trainer/0", index=index) for index in indices]
+
+    def _pid(self, name: str) -> int:
+        """0: none at the moment."""
+        table = self._health.table
+        return int(table.word(table.row_of(name), "pid"))
 
     def _send(self, calls: dict[int, bytes]) -> None:
         for index, call in calls.items():

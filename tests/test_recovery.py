@@ -1,0 +1,127 @@
+"""vLLM is killed: while the trainer waits for its samples (a whole small run), and in the middle of a push."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_fixture import InferenceRun, RequestClient, greedy_of, start_inference
+from games_fixture import games_dir  # noqa: F401
+
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport.board import Board
+from accerl_mp.transport.health import HealthTable
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+ROOT = Path(__file__).parent.parent
+FLAGS = """
+--placement cpu --fsdp-world-size 2 --num-rollout-workers 2 --rollout-batch-size 4 --rl-algorithm grpo --keep-zero-std-groups
+--tw-max-episode-steps 4 --tw-history-token-window 1024 --max-length 1024 --infer-max-tokens 8 --transcripts-every 1
+--train-packing padded --batch-size 12 --grad-accum-steps 1 --max-policy-lag 0
+--sync-every-optimizer-steps 2 --max-steps 4
+"""
+
+
+def _launch(run_dir: Path, games: Path) -> subprocess.Popen:
+    words = [*FLAGS.split(), "--model-path", str(ROOT / "accerl_mp/presets/demo_model"), "--tw-game-dir", str(games)]
+    environment = os.environ | {"ACCERL_PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "launch.sh"), *words, "--log-dir", str(run_dir)]
+    with (run_dir.parent / "output.txt").open("wb") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+
+
+def _wait_for(condition: Any, launched: subprocess.Popen, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert launched.poll() is None, "the run ended"
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.005)
+
+
+def _waits_for_the_first_samples(table: HealthTable, board: Board) -> bool:
+    """The rings are empty, and the rollouts have only begun: no step can follow without vLLM."""
+    waits_for = table.read(table.row_of("trainer/0")).waits_for
+    return board.get("policy_version") == 0 and board.get("optimizer_step") == 0 and waits_for.startswith("ring/0 to hold")
+
+
+def test_training_goes_on_when_vllm_is_killed_while_the_trainer_waits_for_samples(tmp_path: Path, games_dir: Path) -> None:  # noqa: F811
+    paths = RunPaths(tmp_path / "run")
+    launched = _launch(paths.run_dir, games_dir)
+    try:
+        _wait_for(paths.health.exists, launched, 60)
+        table, board = HealthTable.attach(paths.health), Board.attach(paths.board)
+        _wait_for(lambda: _waits_for_the_first_samples(table, board), launched, 180)
+        os.kill(int(table.word(table.row_of("inference/0"), "pid")), signal.SIGKILL)
+        assert launched.wait(180) == 0, (tmp_path / "output.txt").read_text()
+    finally:
+        if launched.poll() is None:
+            launched.terminate()
+            launched.wait(90)
+    log = paths.log("trainer", 0).read_text()
+    assert re.findall(r"push (\d+) verified", log) == ["0", "0"], "the new engine gets the version in use, verified like a first push"
+    rounds = [record for line in (paths.run_dir / "metrics.jsonl").read_text().splitlines() if "version" in (record := json.loads(line))]
+    assert [(record["step"], record["version"]) for record in rounds] == [(2, 1), (4, 2)]
+    _check_versions(paths.run_dir / "episodes")
+
+
+def _check_versions(transcripts: Path) -> None:
+    """They never fall within an episode, and all versions that the trainer waited with have sampled."""
+    seen: set[int] = set()
+    for path in transcripts.glob("train-*.json"):
+        versions = [version for turn in json.loads(path.read_text())["turns"] for version in turn["versions"]]
+        assert versions == sorted(versions)
+        seen.update(versions)
+    assert {0, 1} <= seen <= {0, 1, 2}
+
+
+def test_a_push_whose_receiver_is_killed_begins_again_with_its_successor(tmp_path: Path) -> None:
+    prompt = np.random.default_rng(0).integers(10, 500, 40).tolist()
+    with start_inference(tmp_path, verify_sync=50, inference_start_timeout_s=120) as run, _Supervisor(run) as supervisor:
+        client = RequestClient(run)
+        run.connect()
+        run.push(0)
+        assert set(client.ask(prompt)["versions"].tolist()) == {0}
+        with torch.no_grad():
+            run.model.model.norm.weight.normal_()
+        run.sync.start_push(1, trainable_only=True)
+        os.kill(run.popen.pid, signal.SIGKILL)
+        assert not run.sync.has_new_replica(), "it is dead, and nobody else is there yet"
+        supervisor.start()
+        report = run.sync.finish_push()
+        assert (report.version, report.verified) == (1, True)
+        assert not run.sync.has_new_replica()
+        reply = client.ask(prompt, max_tokens=12, temperature=0.0)
+        assert set(reply["versions"].tolist()) == {1}
+        assert reply["ids"].tolist() == greedy_of(run.model, prompt, 12)
+        assert not run.push(2, trainable_only=True).verified, "the second push of its group"
+        client.close()
+
+
+class _Supervisor(threading.Thread):
+    """Once started: starts inference again. Stays until the end of the block: inference dies with the thread that started it."""
+
+    def __init__(self, run: InferenceRun) -> None:
+        super().__init__(daemon=True)
+        self._run, self._is_over = run, threading.Event()
+
+    def __enter__(self) -> "_Supervisor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def run(self) -> None:
+        self._run.popen.wait()
+        self._run.table.set_word(self._run.table.row_of("inference/0"), "pid", 0)
+        time.sleep(0.5)
+        self._run.popen = self._run.start_process()
+        self._is_over.wait()
