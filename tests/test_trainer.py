@@ -16,6 +16,7 @@ from accerl_mp.models.build import load_model
 from accerl_mp.models.fsdp import reshard
 from accerl_mp.samples import RLSample
 from accerl_mp.trainer.batches import build_micro_batch
+from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.step import BadStepsError, LocalTotals, Stepper, build_optimizer, micro_batch_logprobs
 
@@ -157,6 +158,26 @@ def test_entropy_and_logprobs_come_for_every_trained_token(folder: Path) -> None
     assert (logprobs < 0).all()
     assert (entropy > 0).all()
     assert (entropy < math.log(512)).all()
+
+
+def test_the_entropy_metric_is_the_mean_over_trained_tokens_and_costs_no_forward(folder: Path, ranks: Ranks) -> None:
+    """By hand in float64 from Transformers' own logits; one forward a micro-batch, as without the metric."""
+    samples = made_samples(4, seed=5)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    expected = []
+    for sample in samples:
+        logits = reference(input_ids=torch.tensor(sample.input_ids[None].astype(np.int64))).logits[0].detach().double() / 0.7
+        logs = torch.log_softmax(logits, -1)[np.flatnonzero(sample.labels != -100) - 1]
+        expected += (-(logs.exp() * logs).sum(-1)).tolist()
+    config = config_for(folder, infer_temperature=0.7)
+    model, metrics = sharded_model(config), RoundMetrics(config, ranks)
+    forwards: list[int] = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    (result,) = train_steps(model, config, ranks, [[samples[:2], samples[2:]]])
+    metrics.add_step(result, samples, choose_seconds=0.0)
+    total, count, _ = metrics.close_round()["Train/Entropy"]
+    assert total / count == pytest.approx(np.mean(expected), rel=1e-4)
+    assert len(forwards) == 2
 
 
 def test_a_bad_step_is_skipped_and_too_many_stop_the_run(folder: Path, ranks: Ranks) -> None:
