@@ -103,6 +103,11 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield f"--ppo-normalize-advantages has no effect with --rl-algorithm {algorithm.rl_algorithm}: leave it out"
     if algorithm.dual_clip is not None and algorithm.clip_mode != "ppo":
         yield f"--dual-clip belongs to --clip-mode ppo, got {algorithm.clip_mode}: leave it out"
+    if algorithm.dual_clip is not None and algorithm.recompute_old_logprobs:
+        yield (
+            f"--dual-clip {algorithm.dual_clip} with --recompute-old-logprobs: the ratio is 1 at every update and dual clip "
+            "would never act; leave it out, --tis-cap bounds the weights"
+        )
     if games.tw_history_token_window <= config.inference.infer_max_tokens:
         yield (
             f"--tw-history-token-window {games.tw_history_token_window} leaves no room for a prompt beside "
@@ -230,6 +235,8 @@ def _without_effect(config: Config, typed: Config) -> Iterator[str]:
         ("grpo_group_size", algorithm == "ppo", "--rl-algorithm is ppo"),
         ("tw_gamma", algorithm != "ppo", f"--rl-algorithm is {algorithm}"),
         ("gamma_per", algorithm != "ppo", f"--rl-algorithm is {algorithm}"),
+        ("tis_cap", not config.algorithm.recompute_old_logprobs, "--recompute-old-logprobs is off"),
+        ("clip_eps", config.algorithm.recompute_old_logprobs, "--recompute-old-logprobs starts each step at a ratio of 1"),
         ("history_window_turns", config.games.history_mode != "window", f"--history-mode is {config.games.history_mode}"),
         ("kv_on_sync", config.sync.sync_mode == "drain", "--sync-mode drain clears the cache"),
         ("gpu_memory_utilization", is_cpu, "--placement is cpu"),

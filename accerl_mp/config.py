@@ -86,6 +86,12 @@ class AlgorithmConfig:
     clip_eps: float = flag(0.2, "clip range of ppo, cispo and gspo, and threshold of the clip fraction", above=0)
     dual_clip: float | None = flag(None, "c of ppo's dual clip, above 1: for A < 0 the objective is at least c A (default: off)", above=1)
     old_new_kl_coef: float = flag(0.0, "coefficient of the k3 penalty against the sampling policy", at_least=0)
+    recompute_old_logprobs: bool = flag(
+        False, "ratios start at 1 in each optimizer step; staleness and kernel mismatch become a weight of each token, see --tis-cap"
+    )
+    tis_cap: float = flag(
+        2.0, "with --recompute-old-logprobs: a token weighs at most this, else its probability at the step / when sampled", above=0
+    )
     gipo_sigma: float = flag(1.0, "width of gipo's gaussian", above=0)
     sapo_tau_pos: float = flag(1.0, "gate temperature of sapo where A > 0", above=0)
     sapo_tau_neg: float = flag(2.0, "gate temperature of sapo elsewhere", above=0)

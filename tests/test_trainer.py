@@ -119,6 +119,38 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_step(folder: Path, ranks: R
     assert result.sums["num_tokens"] == sum(len(term) for term in terms)
 
 
+def _with_own_logprobs(folder: Path, samples: list[RLSample], shift: float = 0.0) -> list[RLSample]:
+    """The samples as if the model itself had sampled them, `shift` nats less likely."""
+    config = config_for(folder)
+    with torch.no_grad():
+        logprobs, _ = micro_batch_logprobs(
+            load_model(config, CPU), build_micro_batch(samples, packed=True, version=0, algorithm="grpo"), config
+        )
+    for sample, own in zip(samples, logprobs.split([sample.num_trained for sample in samples]), strict=True):
+        sample.old_logprobs[sample.labels != -100] = own.numpy() - shift
+    return samples
+
+
+@pytest.mark.parametrize("clip_mode", ["ppo", "gipo", "sapo", "cispo", "gspo"])
+def test_recomputed_old_logprobs_change_nothing_on_fresh_samples(clip_mode: str, folder: Path, ranks: Ranks) -> None:
+    samples = _with_own_logprobs(folder, made_samples(6, seed=8))
+    plain, recomputed = (
+        _gradients(folder, ranks, [samples[:3], samples[3:]], clip_mode=clip_mode, recompute_old_logprobs=on) for on in (False, True)
+    )
+    for name, grad in plain.items():
+        torch.testing.assert_close(recomputed[name], grad, atol=1e-7, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("shift", "factor"), [(0.3, math.exp(0.3)), (-0.5, math.exp(-0.5)), (3.0, 2.0)])
+def test_stale_samples_are_weighted_and_capped(shift: float, factor: float, folder: Path, ranks: Ranks) -> None:
+    """All tokens as stale as each other: the fresh gradient times min(exp(shift), 2), with no token clipped away."""
+    fresh = _gradients(folder, ranks, [_with_own_logprobs(folder, made_samples(6, seed=8))], max_grad_norm=0.0)
+    stale_samples = _with_own_logprobs(folder, made_samples(6, seed=8), shift)
+    stale = _gradients(folder, ranks, [stale_samples], recompute_old_logprobs=True, max_grad_norm=0.0)
+    for name, grad in fresh.items():
+        torch.testing.assert_close(stale[name], factor * grad, atol=1e-6, rtol=1e-3, msg=name)
+
+
 def test_advantages_are_normalised_over_the_whole_step(folder: Path, ranks: Ranks) -> None:
     samples = made_samples(6, seed=4, algorithm="ppo")
     values = np.concatenate([sample.token_advantages[sample.labels != -100] for sample in samples]).astype(np.float64)

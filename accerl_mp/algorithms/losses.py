@@ -128,6 +128,16 @@ def token_weights(sequence_lengths: Tensor, sequence_ids: Tensor, totals: StepTo
     return (1.0 / (sequence_lengths.float() * max(totals.num_samples, 1.0)))[sequence_ids]
 
 
+def truncated_weights(proximal_logprobs: Tensor, old_logprobs: Tensor, *, cap: float) -> tuple[Tensor, Tensor]:
+    """min(exp(lp_prox - lo), cap) of each token and 1 where the cap cut it, both [R] float32, without gradient.
+
+    Truncated importance sampling (design, section 8): corrects for the distance between the policy that sampled and the one that
+    the optimizer step starts from; without the cap one unlikely token could outweigh all others.
+    """
+    ratio = log_ratio(proximal_logprobs, old_logprobs).detach().exp()
+    return ratio.clamp(max=cap), (ratio > cap).float()
+
+
 @dataclass
 class TokenLosses:
     """Parts of a micro-batch's loss, each [R]."""
@@ -135,15 +145,26 @@ class TokenLosses:
     objective: Tensor
     k3: Tensor
     d: Tensor
+    is_capped: Tensor
+    """1 where --tis-cap cut the token's weight."""
 
 
 def token_losses(
-    new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, config: AlgorithmConfig
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    config: AlgorithmConfig,
+    *,
+    proximal_logprobs: Tensor | None = None,
 ) -> TokenLosses:
-    """Objective and KL of each token under the run's settings."""
+    """Objective and KL of each token under the run's settings; k3 and d are against the policy that sampled, always.
+
+    With `proximal_logprobs` ([R], `--recompute-old-logprobs`) the objective's ratio is exp(lp - lp_prox), weighted token by token.
+    """
     objective = policy_objective(
         new_logprobs,
-        old_logprobs,
+        old_logprobs if proximal_logprobs is None else proximal_logprobs.detach(),
         advantages,
         clip_mode=config.clip_mode,
         clip_eps=config.clip_eps,
@@ -154,7 +175,11 @@ def token_losses(
         sequence_ids=sequence_ids,
     )
     d = log_ratio(new_logprobs, old_logprobs)
-    return TokenLosses(objective=objective, k3=torch.expm1(d) - d, d=d.detach())
+    is_capped = torch.zeros_like(d)
+    if proximal_logprobs is not None:
+        weights, is_capped = truncated_weights(proximal_logprobs, old_logprobs, cap=config.tis_cap)
+        objective = objective * weights
+    return TokenLosses(objective=objective, k3=torch.expm1(d) - d, d=d.detach(), is_capped=is_capped)
 
 
 def weighted_loss(losses: TokenLosses, weights: Tensor, *, kl_coef: float) -> Tensor:

@@ -40,6 +40,7 @@ CONDITIONS: dict[str, Callable[[Config], bool]] = {
     "varlen": lambda config: config.batch.train_packing == "varlen",
     "clip": lambda config: config.algorithm.clip_mode == "ppo",
     "kl": lambda config: config.algorithm.old_new_kl_coef > 0,
+    "tis": lambda config: config.algorithm.recompute_old_logprobs,
     "reuse": lambda config: config.replay.max_sample_reuse != 1,
     "gpu": lambda config: config.run.placement != "cpu",
     "event": lambda config: False,
@@ -143,6 +144,7 @@ _ROWS: tuple[Tag, ...] = (
     Tag("KL/OldNewK3Loss", "nats", "mean", "trainer", "kl", "--old-new-kl-coef times KL/OldNewK3TokenMean, as in the loss"),
     Tag("KL/TrainerInferK3", "nats", "mean", "trainer", "event", "k3 where the token's version is the trainer's: kernels alone"),
     Tag("Clip/PPOClipFrac", "share", "ratio", "trainer", "clip", "trained tokens with new / old probability outside 1 +- --clip-eps"),
+    Tag("Clip/TisCapFrac", "share", "ratio", "trainer", "tis", "trained tokens whose weight --tis-cap cut"),
     # Inference and weight sync
     Tag("Infer/TokensPerSec", "tokens/s", "rate", "inference", "always", "tokens of completed requests / time between pushes, all engines"),
     Tag("Infer/RequestsPerSec", "requests/s", "rate", "inference", "event", "completed requests a second, all engines"),

@@ -13,12 +13,12 @@ from accerl_mp.config import Config
 from accerl_mp.samples import RLSample
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import ReplayCounts
-from accerl_mp.trainer.step import StepResult
+from accerl_mp.trainer.step import SUMS, StepResult
 
 Triple = tuple[float, float, float]
 
 ADDED = (
-    *("loss", "policy_loss", "k3", "entropy", "num_clipped", "num_tokens", "on_policy_k3", "num_on_policy"),
+    *SUMS,
     *("num_samples", "returns", "pack_tokens", "pack_samples", "pack_longest", "pack_seconds", "num_packs"),
     *("fetched", "valid", "invalid", "consumed", "torn", "expired", "expired_tokens", "uses", "lag_newest", "lag_oldest"),
 )
@@ -104,9 +104,12 @@ class RoundMetrics:
             "KL/OldNewK3Loss": _mean(algorithm.old_new_kl_coef * sums["k3"], tokens),
             "KL/TrainerInferK3": _mean(sums["on_policy_k3"], sums["num_on_policy"]),
             "Clip/PPOClipFrac": _mean(sums["num_clipped"], tokens),
+            "Clip/TisCapFrac": _mean(sums["num_capped"], tokens),
         }
         if algorithm.clip_mode != "ppo":
             del values["Clip/PPOClipFrac"]
+        if not algorithm.recompute_old_logprobs:
+            del values["Clip/TisCapFrac"]
         if algorithm.old_new_kl_coef == 0:
             del values["KL/OldNewK3Loss"]
         values = {tag: value for tag, value in values.items() if value[1] > 0}

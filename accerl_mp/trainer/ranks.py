@@ -107,4 +107,3 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(tensor, op)
         return tensor.tolist()
-

@@ -24,7 +24,7 @@ from accerl_mp.trainer.schedule import learning_rate
 
 _log = logging.getLogger(__name__)
 
-SUMS = ("loss", "policy_loss", "k3", "entropy", "num_clipped", "num_tokens", "on_policy_k3", "num_on_policy")
+SUMS = ("loss", "policy_loss", "k3", "entropy", "num_clipped", "num_capped", "num_tokens", "on_policy_k3", "num_on_policy")
 """Of a rank's step, added up on the device; `loss` is the rank's share of the step's loss, the others sums over its tokens."""
 
 
@@ -140,7 +140,9 @@ class Stepper:
                 count=totals.num_tokens,
                 eps=config.ppo_adv_norm_eps,
             )
-        losses = token_losses(logprobs, batch.old_logprobs, advantages, batch.sequence_ids, config)
+        # The weights stand still until the step's one update, so the logprobs of this forward *are* those of the step's start.
+        proximal = logprobs.detach() if config.recompute_old_logprobs else None
+        losses = token_losses(logprobs, batch.old_logprobs, advantages, batch.sequence_ids, config, proximal_logprobs=proximal)
         step_totals = StepTotals(totals.num_tokens, totals.num_samples)
         weights = token_weights(batch.sequence_lengths, batch.sequence_ids, step_totals, aggregation=config.loss_aggregation)
         loss = weighted_loss(losses, weights, kl_coef=config.old_new_kl_coef)
@@ -148,7 +150,8 @@ class Stepper:
         with torch.no_grad():
             ratio, k3 = losses.d.exp(), losses.k3.detach()
             is_clipped = ((ratio - 1).abs() > config.clip_eps).float()
-            parts = [-losses.objective.detach(), k3, entropy, is_clipped, torch.ones_like(k3), k3 * batch.is_on_policy, batch.is_on_policy]
+            parts = [-losses.objective.detach(), k3, entropy, is_clipped, losses.is_capped, torch.ones_like(k3)]
+            parts += [k3 * batch.is_on_policy, batch.is_on_policy]
             sums = torch.cat([loss.detach()[None], torch.stack(parts).sum(1)])
             return sums, ratio.max()
 
