@@ -86,6 +86,9 @@ class AlgorithmConfig:
     clip_eps: float = flag(0.2, "clip range of ppo, cispo and gspo, and threshold of the clip fraction", above=0)
     dual_clip: float | None = flag(None, "c of ppo's dual clip, above 1: for A < 0 the objective is at least c A (default: off)", above=1)
     old_new_kl_coef: float = flag(0.0, "coefficient of the k3 penalty against the sampling policy", at_least=0)
+    ref_kl_coef: float = flag(
+        0.0, "coefficient of the k3 penalty against the frozen start model (a second model on each rank, sharded alike)", at_least=0
+    )
     recompute_old_logprobs: bool = flag(
         False, "ratios start at 1 in each optimizer step; staleness and kernel mismatch become a weight of each token, see --tis-cap"
     )

@@ -147,6 +147,8 @@ class TokenLosses:
     d: Tensor
     is_capped: Tensor
     """1 where --tis-cap cut the token's weight."""
+    ref_k3: Tensor
+    """Estimate of KL(new || start model); 0 without one."""
 
 
 def token_losses(
@@ -157,10 +159,13 @@ def token_losses(
     config: AlgorithmConfig,
     *,
     proximal_logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
 ) -> TokenLosses:
     """Objective and KL of each token under the run's settings; k3 and d are against the policy that sampled, always.
 
     With `proximal_logprobs` ([R], `--recompute-old-logprobs`) the objective's ratio is exp(lp - lp_prox), weighted token by token.
+    `reference_logprobs` ([R]): the start model's. Its k3 has the *new* policy in the ratio's denominator (as in GRPO's paper): the
+    tokens were sampled by a policy near the new one, and only so is the mean an estimate of a KL, that of new from start.
     """
     objective = policy_objective(
         new_logprobs,
@@ -179,12 +184,15 @@ def token_losses(
     if proximal_logprobs is not None:
         weights, is_capped = truncated_weights(proximal_logprobs, old_logprobs, cap=config.tis_cap)
         objective = objective * weights
-    return TokenLosses(objective=objective, k3=torch.expm1(d) - d, d=d.detach(), is_capped=is_capped)
+    ref_k3 = torch.zeros_like(d) if reference_logprobs is None else k3_kl(reference_logprobs, new_logprobs)
+    return TokenLosses(objective=objective, k3=torch.expm1(d) - d, d=d.detach(), is_capped=is_capped, ref_k3=ref_k3)
 
 
-def weighted_loss(losses: TokenLosses, weights: Tensor, *, kl_coef: float) -> Tensor:
+def weighted_loss(losses: TokenLosses, weights: Tensor, *, kl_coef: float, ref_kl_coef: float = 0.0) -> Tensor:
     """This micro-batch's share of the optimizer step's loss: shares of all ranks add up to it."""
     per_token = -losses.objective if kl_coef == 0 else kl_coef * losses.k3 - losses.objective
+    if ref_kl_coef:
+        per_token = per_token + ref_kl_coef * losses.ref_k3
     return (per_token * weights).sum()
 
 

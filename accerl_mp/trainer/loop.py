@@ -7,18 +7,17 @@ before it decides anything. Rank 0 also talks to the rest of the run: board, wei
 import logging
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
-from accerl_mp.models.build import check_logits_to_keep, compute_dtype, load_model, load_weights
-from accerl_mp.models.fsdp import compile_layers, fits_unsharded, shard
+from accerl_mp.models.build import compute_dtype
 from accerl_mp.timing import Timer
 from accerl_mp.trainer.checkpoint import export, export_folder, trainer_state
 from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.probe import forced_logprobs
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import Replay, StepSamples
+from accerl_mp.trainer.sharded import Reference, build_sharded
 from accerl_mp.trainer.step import LocalTotals, Stepper
 from accerl_mp.transport.channels import MetricsSender
 from accerl_mp.transport.errors import Closed
@@ -56,8 +55,9 @@ class Trainer:
     def __init__(self, process: Process, ranks: Ranks, stack: ExitStack) -> None:
         self._process, self._ranks, self._config = process, ranks, process.config
         self._dtype = compute_dtype(self._config, ranks.device)
-        self._model, unsharded = build_sharded(process, ranks, self._dtype)
-        self._stepper = Stepper(self._model, self._config, ranks, unsharded=unsharded)
+        self._model, unsharded = build_sharded(self._config, ranks, self._dtype)
+        reference = Reference.if_wanted(self._config, ranks, self._dtype)
+        self._stepper = Stepper(self._model, self._config, ranks, unsharded=unsharded, reference=reference)
         ring = stack.enter_context(attach_ring(process, ranks.rank))
         self._replay = Replay(ring, self._config, rank=ranks.rank)
         self._sender = MetricsSender(process.paths, process.name)
@@ -230,31 +230,6 @@ class Trainer:
         state = trainer_state(self._config, optimizer_step=self._step, round_number=self._round, policy_version=self._version)
         with self._timer.phase("export"):
             export(self._model, folder, self._config, dtype=self._dtype, rank=self._ranks.rank, state=state)
-
-
-def build_sharded(process: Process, ranks: Ranks, dtype: torch.dtype) -> tuple[torch.nn.Module, bool]:
-    """(the model with its weights, whether whole parameters fit for the length of a step)."""
-    config, device = process.config, ranks.device
-    started = time.perf_counter()
-    model = load_model(config, device, meta=True)
-    unsharded = fits_unsharded(model, compute_dtype=dtype, device=device)
-    if config.model.compile == "on":
-        compile_layers(model)
-    shard(model, compute_dtype=dtype, device=device, unsharded=unsharded)
-    load_weights(model, Path(config.model.model_path), device, trust_remote_code=config.model.trust_remote_code)
-    if config.batch.train_logprob_mode == "response_only_lm_head":
-        check_logits_to_keep(model, device)
-    count, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True))
-    _log.info(
-        "model ready in %.1f s: %.2f M parameters, %.2f M of them trained (--train-mode %s), %s compute, attention %s",
-        time.perf_counter() - started,
-        count / 1e6,
-        trained / 1e6,
-        config.model.train_mode,
-        dtype,
-        model.config._attn_implementation,
-    )
-    return model, unsharded
 
 
 def attach_ring(process: Process, rank: int) -> RingReader:

@@ -102,12 +102,15 @@ class RoundMetrics:
             "KL/OldNewK3TokenMean": _mean(sums["k3"], tokens),
             "KL/OldNewK3SampleSumMean": _mean(sums["k3"], sums["num_samples"]),
             "KL/OldNewK3Loss": _mean(algorithm.old_new_kl_coef * sums["k3"], tokens),
+            "KL/RefK3TokenMean": _mean(sums["ref_k3"], tokens),
             "KL/TrainerInferK3": _mean(sums["on_policy_k3"], sums["num_on_policy"]),
             "Clip/PPOClipFrac": _mean(sums["num_clipped"], tokens),
             "Clip/TisCapFrac": _mean(sums["num_capped"], tokens),
         }
         if algorithm.clip_mode != "ppo":
             del values["Clip/PPOClipFrac"]
+        if algorithm.ref_kl_coef == 0:
+            del values["KL/RefK3TokenMean"]
         if not algorithm.recompute_old_logprobs:
             del values["Clip/TisCapFrac"]
         if algorithm.old_new_kl_coef == 0:
