@@ -19,11 +19,24 @@ _RING_TABLES_BYTES = 128 << 10
 
 def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None) -> list[str]:
     """Every problem of a resolved Config, in the order of its groups; empty when it can run."""
-    rules = [_bounds, _model, _games, _algorithm, _batch, _replay, _processes, _inference, _folders]
+    rules = [_bounds, _model, _games, _algorithm, _batch, _replay, _deterministic, _processes, _inference, _folders]
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _gpus(config, num_gpus)
     if shm_free_bytes is not None:
         problems += _shared_memory(config, shm_free_bytes)
+    return problems
+
+
+def check_replayed(config: Config, *, num_steps: int, num_ranks: int, world_size: int) -> list[str]:
+    """Every problem of the trainer alone on recorded samples: `num_steps` of `num_ranks` ranks; torchrun started `world_size`."""
+    folder = config.run.replay_samples
+    problems = [problem for rule in (_bounds, _model, _algorithm, _folders, _deterministic) for problem in rule(config)]
+    if num_steps == 0:
+        problems.append(f"--replay-samples {folder}: no optimizer step in it that all ranks have recorded: there is nothing to train")
+    elif num_ranks != world_size:
+        problems.append(
+            f"--replay-samples {folder} holds samples of {num_ranks} ranks, {world_size} were started: use --nproc-per-node {num_ranks}"
+        )
     return problems
 
 
@@ -153,7 +166,18 @@ def _replay(config: Config) -> Iterator[str]:
         )
 
 
+def _deterministic(config: Config) -> Iterator[str]:
+    attention = config.model.attn_implementation
+    if config.run.deterministic and attention != "sdpa":
+        yield f"--attn-implementation {attention} with --deterministic: its backward adds in any order, bits would differ; use sdpa"
+
+
 def _processes(config: Config) -> Iterator[str]:
+    if config.run.replay_samples:
+        yield (
+            f"--replay-samples {config.run.replay_samples} would not be read: launch.sh plays games; "
+            "use torchrun --nproc-per-node N -m accerl_mp.trainer with it"
+        )
     if config.run.synchronous and config.replay.max_sample_reuse != 1:
         yield f"--synchronous trains each sample once, got --max-sample-reuse {config.replay.max_sample_reuse}"
 

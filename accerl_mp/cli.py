@@ -49,12 +49,12 @@ def option_of(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def parse(argv: list[str], *, environ: Mapping[str, str]) -> Config:
-    """Flags as typed -> Config, not resolved. ConfigError: unknown flags, bad values, unreadable files."""
+def parse(argv: list[str], *, environ: Mapping[str, str], base: Config | None = None) -> Config:
+    """Flags as typed, over `base` (else the defaults) -> Config, not resolved. ConfigError: unknown flags, bad values, unreadable files."""
     values, unknown = build_parser().parse_known_args(expand(argv, environ=environ))
     if unknown:
         raise ConfigError([_unknown(word) for word in unknown if word.startswith("-")] or [f"{unknown[0]!r} belongs to no flag"])
-    return Config.from_flat(vars(values))
+    return (base or Config()).replace(**vars(values))
 
 
 def _unknown(word: str) -> str:

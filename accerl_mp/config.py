@@ -168,6 +168,11 @@ class RunConfig:
     rollout_batch_size: int = flag(8, "episodes that a rollout process plays at a time", at_least=1)
     rollout_stop_timeout: float = flag(10.0, "seconds to wait for a rollout process to stop before it is ended", above=0)
     seed: int = flag(42, "seed of model, games, episodes, vLLM and replay")
+    deterministic: bool = flag(False, "the trainer computes the same bits from the same samples (slower on GPU, where it takes sdpa)")
+    record_samples: bool = flag(False, "keep every trained sample in <log-dir>/samples (4 bytes x 8 a token)")
+    replay_samples: str = flag(
+        "", "folder of recorded samples, trained without vLLM and games: torchrun -m accerl_mp.trainer, not launch.sh"
+    )
     synchronous: bool = flag(False, "generate, train and push in turn: the baseline to measure against")
 
 
@@ -308,7 +313,7 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
         dtype=dtype,
         compile=_resolve_auto(config.model.compile, "off" if placement == "cpu" else "on"),
         attn_implementation=_resolve_auto(
-            config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" else "sdpa"
+            config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" and not run.deterministic else "sdpa"
         ),
         infer_size=infer_size,
         fsdp_world_size=world_size,

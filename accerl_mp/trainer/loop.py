@@ -8,14 +8,13 @@ import logging
 import time
 from contextlib import ExitStack
 
-import torch
-
 from accerl_mp.models.build import compute_dtype
 from accerl_mp.timing import Timer
 from accerl_mp.trainer.checkpoint import export, export_folder, trainer_state
 from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.probe import forced_logprobs
-from accerl_mp.trainer.ranks import Ranks
+from accerl_mp.trainer.ranks import Ranks, prepare_torch
+from accerl_mp.trainer.recording import RecordedStep, Recorder
 from accerl_mp.trainer.replay import Replay, StepSamples
 from accerl_mp.trainer.sharded import Reference, build_sharded
 from accerl_mp.trainer.step import LocalTotals, Stepper
@@ -34,11 +33,9 @@ _log = logging.getLogger(__name__)
 def run_trainer(process: Process) -> None:
     """One rank, from joining the others to its last export. Returns at the normal end; Closed if the run is asked to stop."""
     config = process.config
-    on_gpu = config.run.placement != "cpu"
-    if not on_gpu:
-        torch.set_num_threads(1)  # a rank a core; vLLM has the others
-    torch.manual_seed(config.run.seed)
-    ranks = Ranks.join(rank=process.index, size=config.run.fsdp_world_size or 1, on_gpu=on_gpu, health=process.health)
+    prepare_torch(config)
+    size, on_gpu = config.run.fsdp_world_size or 1, config.run.placement != "cpu"
+    ranks = Ranks.join(rank=process.index, size=size, on_gpu=on_gpu, health=process.health)
     with ExitStack() as stack:
         stack.callback(ranks.leave)
         trainer = Trainer(process, ranks, stack)
@@ -60,6 +57,8 @@ class Trainer:
         self._stepper = Stepper(self._model, self._config, ranks, unsharded=unsharded, reference=reference)
         ring = stack.enter_context(attach_ring(process, ranks.rank))
         self._replay = Replay(ring, self._config, rank=ranks.rank)
+        is_recorded = self._config.run.record_samples
+        self._recorder = Recorder(process.paths.samples, self._config, rank=ranks.rank) if is_recorded else None
         self._sender = MetricsSender(process.paths, process.name)
         stack.callback(self._sender.close)
         self._metrics, self._timer = RoundMetrics(self._config, ranks), Timer()
@@ -130,6 +129,8 @@ class Trainer:
         taken, self._next = self._next, None
         assert taken is not None
         self._replay.commit(taken, self._trained_version)
+        if self._recorder:
+            self._recorder.add(self._step, RecordedStep(taken.micro_batches, self._on_policy_version()))
         result = self._stepper.run(taken.micro_batches, totals, step=self._step, version=self._on_policy_version())
         self._timer.add("compute", result.compute_seconds)
         self._timer.add("update", result.update_seconds)
