@@ -121,6 +121,8 @@ def _algorithm(config: Config) -> Iterator[str]:
             f"--dual-clip {algorithm.dual_clip} with --recompute-old-logprobs: the ratio is 1 at every update and dual clip "
             "would never act; leave it out, --tis-cap bounds the weights"
         )
+    if algorithm.router_aux_loss_coef and config.model.train_mode == "lm_head":
+        yield f"--router-aux-loss-coef {algorithm.router_aux_loss_coef} with --train-mode lm_head: no router trains; leave it out"
     if games.tw_history_token_window <= config.inference.infer_max_tokens:
         yield (
             f"--tw-history-token-window {games.tw_history_token_window} leaves no room for a prompt beside "

@@ -89,6 +89,11 @@ class AlgorithmConfig:
     ref_kl_coef: float = flag(
         0.0, "coefficient of the k3 penalty against the frozen start model (a second model on each rank, sharded alike)", at_least=0
     )
+    router_aux_loss_coef: float = flag(
+        0.0,
+        "coefficient of the router's load-balancing loss, for models with experts (0: off, whatever the model's config says)",
+        at_least=0,
+    )
     recompute_old_logprobs: bool = flag(
         False, "ratios start at 1 in each optimizer step; staleness and kernel mismatch become a weight of each token, see --tis-cap"
     )

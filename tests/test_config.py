@@ -162,6 +162,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"dual_clip": 0.5}, "--dual-clip must be above 1"),
     ({"replay_samples": "some/folder"}, "--replay-samples some/folder would not be read"),
     ({"deterministic": True, "attn_implementation": "varlen"}, "--attn-implementation varlen with --deterministic"),
+    ({"router_aux_loss_coef": 0.1, "train_mode": "lm_head"}, "--router-aux-loss-coef 0.1 with --train-mode lm_head"),
     ({"dual_clip": 3.0, "recompute_old_logprobs": True}, "--dual-clip 3.0 with --recompute-old-logprobs"),
     ({"tw_history_token_window": 16}, "--tw-history-token-window 16 leaves no room"),
     ({"min_replay_size_per_rank": 999}, "--min-replay-size-per-rank 999 is over --replay-capacity 512"),

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
         {"train_packing": "padded", "loss_aggregation": "sequence", "rl_algorithm": "ppo", "ppo_normalize_advantages": True},
     ),
     "packed, start model": ("qwen3", True, {"ref_kl_coef": 0.5, "max_sample_reuse": 2, "recompute_old_logprobs": True}),
-    "experts": ("qwen3_moe", False, {"clip_mode": "gspo"}),
+    "experts": ("qwen3_moe", False, {"clip_mode": "gspo", "router_aux_loss_coef": 0.1}),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 

@@ -4,7 +4,7 @@ R trained tokens of a micro-batch, whatever its layout (padded rows or a pack), 
 lp new logprob, lo old logprob, d = lp - lo clamped, r = exp(d), A advantage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -194,6 +194,18 @@ def weighted_loss(losses: TokenLosses, weights: Tensor, *, kl_coef: float, ref_k
     if ref_kl_coef:
         per_token = per_token + ref_kl_coef * losses.ref_k3
     return (per_token * weights).sum()
+
+
+def router_balance(router_logits: Sequence[Tensor], top_k: int, is_real: Tensor | None = None) -> Tensor:
+    """E sum_e f_e P_e: f_e how often expert e is among a token's `top_k`, P_e its mean router probability; a scalar, float32.
+
+    Switch Transformer (arXiv 2101.03961), equations 4 to 6, means over all layers' tokens as in Transformers. `top_k` at the least,
+    where experts are used evenly. `router_logits`: [N, E] a layer; `is_real` [N] leaves padding out. Gradient through P alone.
+    """
+    logits = torch.cat([layer if is_real is None else layer[is_real] for layer in router_logits]).float()
+    probabilities = torch.softmax(logits, dim=-1)
+    chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+    return logits.shape[-1] * (chosen.mean(0) * probabilities.mean(0)).sum()
 
 
 def _sequence_mean(d: Tensor, sequence_ids: Tensor | None) -> Tensor:

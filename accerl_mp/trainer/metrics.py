@@ -97,6 +97,7 @@ class RoundMetrics:
             "Train/LossMeanAcrossRanks": _mean(sums["loss"], good),
             "Train/PolicyLossTokenMean": _mean(sums["policy_loss"], tokens),
             "Train/Entropy": _mean(sums["entropy"], tokens),
+            "Train/RouterAuxLoss": _mean(sums["balance"], tokens),
             "Train/GradNorm": (sum(self._grad_norms), good, max(self._grad_norms, default=0.0)),
             "Train/RatioMax": (largest["ratio"], 1, largest["ratio"]),
             "KL/OldNewK3TokenMean": _mean(sums["k3"], tokens),
@@ -109,6 +110,8 @@ class RoundMetrics:
         }
         if algorithm.clip_mode != "ppo":
             del values["Clip/PPOClipFrac"]
+        if algorithm.router_aux_loss_coef == 0:
+            del values["Train/RouterAuxLoss"]
         if algorithm.ref_kl_coef == 0:
             del values["KL/RefK3TokenMean"]
         if not algorithm.recompute_old_logprobs:

@@ -18,14 +18,26 @@ from accerl_mp.config import Config
 from accerl_mp.models.fsdp import reshard, set_last_micro_batch
 from accerl_mp.samples import RLSample
 from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
-from accerl_mp.trainer.forward import micro_batch_logprobs
+from accerl_mp.trainer.forward import micro_batch_forward
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.schedule import learning_rate
 from accerl_mp.trainer.sharded import Reference
 
 _log = logging.getLogger(__name__)
 
-SUMS = ("loss", "policy_loss", "k3", "entropy", "num_clipped", "num_capped", "ref_k3", "num_tokens", "on_policy_k3", "num_on_policy")
+SUMS = (
+    "loss",
+    "policy_loss",
+    "k3",
+    "entropy",
+    "num_clipped",
+    "num_capped",
+    "ref_k3",
+    "balance",
+    "num_tokens",
+    "on_policy_k3",
+    "num_on_policy",
+)
 """Of a rank's step, added up on the device; `loss` is the rank's share of the step's loss, the others sums over its tokens."""
 
 
@@ -132,7 +144,8 @@ class Stepper:
     def _backward(self, batch: MicroBatch, totals: LocalTotals, reference: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the micro-batch's gradients. Returns its SUMS and the largest ratio, on the device."""
         config = self._config.algorithm
-        logprobs, entropy = micro_batch_logprobs(self._model, batch, self._config)
+        forward = micro_batch_forward(self._model, batch, self._config, with_balance=config.router_aux_loss_coef > 0)
+        logprobs, balance = forward.logprobs, forward.balance
         advantages = batch.advantages
         if config.ppo_normalize_advantages:
             advantages = normalised_advantages(
@@ -156,12 +169,15 @@ class Stepper:
         step_totals = StepTotals(totals.num_tokens, totals.num_samples)
         weights = token_weights(batch.sequence_lengths, batch.sequence_ids, step_totals, aggregation=config.loss_aggregation)
         loss = weighted_loss(losses, weights, kl_coef=config.old_new_kl_coef, ref_kl_coef=config.ref_kl_coef)
+        if balance is not None:  # a mean over the step's micro-batches, by their trained tokens
+            loss = loss + config.router_aux_loss_coef * balance * len(logprobs) / max(totals.num_tokens, 1.0)
         loss.backward()
         with torch.no_grad():
             ratio, k3 = losses.d.exp(), losses.k3.detach()
             is_clipped = ((ratio - 1).abs() > config.clip_eps).float()
-            parts = [-losses.objective.detach(), k3, entropy, is_clipped, losses.is_capped, losses.ref_k3.detach(), torch.ones_like(k3)]
-            parts += [k3 * batch.is_on_policy, batch.is_on_policy]
+            parts = [-losses.objective.detach(), k3, forward.entropy, is_clipped, losses.is_capped, losses.ref_k3.detach()]
+            parts.append(torch.zeros_like(k3) if balance is None else balance.detach().expand_as(k3))
+            parts += [torch.ones_like(k3), k3 * batch.is_on_policy, batch.is_on_policy]
             sums = torch.cat([loss.detach()[None], torch.stack(parts).sum(1)])
             return sums, ratio.max()
 
