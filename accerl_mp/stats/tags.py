@@ -54,6 +54,13 @@ X_AXES = {"tokens": "Train/CumulativeGlobalValidResponseTokens", "samples": "Tra
 
 _WINDOW = "over the last --metrics-window-size training episodes"
 
+
+def _by_length(name: str, source: str) -> tuple[Tag, ...]:
+    """Counters of `Replay/<name>` by the samples' length."""
+    meaning = "of Replay/{}, samples in quarter {} of --max-length by their tokens"
+    return tuple(Tag(f"Replay/{name}Quarter{n}", "samples", "sum", source, "event", meaning.format(name, n)) for n in range(1, 5))
+
+
 _ROWS: tuple[Tag, ...] = (
     # Games: the sliding window
     Tag("TextWorld/WinRate", "share", "ratio", "stats", "always", f"episodes won, {_WINDOW}"),
@@ -115,6 +122,11 @@ _ROWS: tuple[Tag, ...] = (
     Tag("Replay/ExpiredTokensMean", "tokens", "mean", "trainer", "event", "length of those: above Rollout/EpisodeTokensMean: bias"),
     Tag("Replay/Evicted", "samples", "sum", "ingest", "event", "used samples that made room for new ones"),
     Tag("Replay/EvictedTokensMean", "tokens", "mean", "ingest", "event", "length of those"),
+    Tag("Replay/Reused", "samples", "sum", "trainer", "event", "samples trained that had been trained before"),
+    Tag("Replay/ReusedTokensMean", "tokens", "mean", "trainer", "event", "length of those"),
+    *_by_length("Expired", "trainer"),
+    *_by_length("Evicted", "ingest"),
+    *_by_length("Reused", "trainer"),
     Tag("Replay/Torn", "samples", "sum", "trainer", "event", "records that a writer left unfinished or changed while they were read"),
     # Trainer
     Tag("Train/Loss", "nats", "mean", "trainer", "always", "loss, mean over the round's optimizer steps, exact over ranks and packs"),
@@ -145,7 +157,7 @@ _ROWS: tuple[Tag, ...] = (
     Tag("KL/OldNewK3TokenMean", "nats", "mean", "trainer", "always", "k3 of new_logprobs against old_logprobs, a trained token"),
     Tag("KL/OldNewK3SampleSumMean", "nats", "mean", "trainer", "always", "the same, summed over a sample's tokens"),
     Tag("KL/OldNewK3Loss", "nats", "mean", "trainer", "kl", "--old-new-kl-coef times KL/OldNewK3TokenMean, as in the loss"),
-    Tag("KL/RefK3TokenMean", "nats", "mean", "trainer", "ref", "k3 of the start model's logprobs against the new ones: KL(new || start)"),
+    Tag("KL/RefK3TokenMean", "nats", "mean", "trainer", "ref", "k3 of the start model's logprobs against the new ones: KL from it"),
     Tag("KL/TrainerInferK3", "nats", "mean", "trainer", "event", "k3 where the token's version is the trainer's: kernels alone"),
     Tag("Clip/PPOClipFrac", "share", "ratio", "trainer", "clip", "trained tokens with new / old probability outside 1 +- --clip-eps"),
     Tag("Clip/TisCapFrac", "share", "ratio", "trainer", "tis", "trained tokens whose weight --tis-cap cut"),

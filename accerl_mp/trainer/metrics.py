@@ -10,17 +10,21 @@ from collections.abc import Mapping
 import torch
 
 from accerl_mp.config import Config
-from accerl_mp.samples import RLSample
+from accerl_mp.samples import RLSample, count_quarters
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import ReplayCounts
 from accerl_mp.trainer.step import SUMS, StepResult
 
 Triple = tuple[float, float, float]
 
+BY_LENGTH = ("expired", "reused")
+"""Samples that are counted by their length, so that a bias against long episodes shows."""
+QUARTERS = tuple(f"_quarter{number}" for number in range(1, 5))
 ADDED = (
     *SUMS,
     *("num_samples", "returns", "pack_tokens", "pack_samples", "pack_longest", "pack_seconds", "num_packs"),
-    *("fetched", "valid", "invalid", "consumed", "torn", "expired", "expired_tokens", "uses", "lag_newest", "lag_oldest"),
+    *("fetched", "valid", "invalid", "consumed", "torn", "uses", "lag_newest", "lag_oldest"),
+    *(f"{reason}{part}" for reason in BY_LENGTH for part in ("", "_tokens", *QUARTERS)),
 )
 """Summed over ranks at the end of a round."""
 LARGEST = ("ratio", "lag_oldest", "memory_gib")
@@ -57,8 +61,13 @@ class RoundMetrics:
 
     def add_replay(self, counts: ReplayCounts) -> None:
         """What the ring gave since the last round."""
-        for name in ("fetched", "valid", "invalid", "consumed", "torn", "expired", "expired_tokens", "uses"):
+        for name in ("fetched", "valid", "invalid", "consumed", "torn", "uses"):
             self._sums[name] += getattr(counts, name)
+        for reason, lengths in zip(BY_LENGTH, (counts.expired_lengths, counts.reused_lengths), strict=True):
+            self._sums[reason] += len(lengths)
+            self._sums[f"{reason}_tokens"] += sum(lengths)
+            for quarter, number in zip(QUARTERS, count_quarters(lengths, self._config.batch.max_length), strict=True):
+                self._sums[f"{reason}{quarter}"] += number
         self._sums["lag_newest"] += sum(counts.lags_newest)
         self._sums["lag_oldest"] += sum(counts.lags_oldest)
         self._largest["lag_oldest"] = max([self._largest["lag_oldest"], *counts.lags_oldest])
@@ -153,9 +162,11 @@ class RoundMetrics:
         }
         if self._config.replay.max_sample_reuse != 1:
             values["Replay/SampleUsesMean"] = _mean(sums["uses"], sums["consumed"])
-        if sums["expired"]:
-            values["Replay/Expired"] = _total(sums["expired"])
-            values["Replay/ExpiredTokensMean"] = _mean(sums["expired_tokens"], sums["expired"])
+        for reason in BY_LENGTH:
+            if sums[reason]:
+                tag = f"Replay/{reason.capitalize()}"
+                values |= {tag: _total(sums[reason]), f"{tag}TokensMean": _mean(sums[f"{reason}_tokens"], sums[reason])}
+                values |= {f"{tag}Quarter{n}": _total(sums[f"{reason}_quarter{n}"]) for n in range(1, 5)}
         if sums["torn"]:
             values["Replay/Torn"] = _total(sums["torn"])
         return values
