@@ -35,6 +35,9 @@ def _case(root: Path, name: str) -> tuple[Config, list[list[Any]]]:
     config = config_for(root / name, fsdp_world_size=2, **options)
     samples = made_samples(16, seed=1, algorithm=config.algorithm.rl_algorithm)
     steps = [[samples[start : start + 2] for start in range(first, first + 8, 2)] for first in (0, 8)]
+    if config.algorithm.ref_kl_coef:  # of two ranks' first micro-batches one is known by now, of the second ones both
+        for known in (0, 2, 3):
+            steps[1][known] = steps[0][known]
     return config, steps
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from trainer_cases import LAYOUTS, Rig, sharded_model, single_rank
 
 from accerl_mp.samples import count_quarters
@@ -14,6 +15,7 @@ from accerl_mp.stats.tags import TAGS, expected
 from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import Replay
+from accerl_mp.trainer.sharded import Reference
 from accerl_mp.trainer.step import LocalTotals, Stepper
 
 
@@ -200,7 +202,14 @@ def test_a_damaged_record_is_skipped(make_rig: Any) -> None:
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_every_tag_of_the_trainer_is_declared_finite_and_complete(layout: dict, algorithm: str, tmp_path: Path, make_rig: Any) -> None:
     tiny.save_tiny(tmp_path / "model")
-    options = {"rl_algorithm": algorithm, "old_new_kl_coef": 0.1, "train_token_budget": 200, "max_length": 200}
+    options = {
+        "rl_algorithm": algorithm,
+        "old_new_kl_coef": 0.1,
+        "ref_kl_coef": 0.1,
+        "recompute_old_logprobs": True,
+        "train_token_budget": 200,
+        "max_length": 200,
+    }
     rig = make_rig(**layout, **options, model_path=str(tmp_path / "model"))
     ranks = single_rank()
     values = _values_of_a_round(rig, ranks, algorithm)
@@ -220,7 +229,8 @@ def _values_of_a_round(rig: Rig, ranks: Ranks, algorithm: str) -> dict[str, tupl
     """Two optimizer steps."""
     metrics = RoundMetrics(rig.config, ranks)
     model = sharded_model(rig.config)
-    stepper = Stepper(model, rig.config, ranks, unsharded=True)
+    reference = Reference.if_wanted(rig.config, ranks, torch.float32)
+    stepper = Stepper(model, rig.config, ranks, unsharded=True, reference=reference)
     for _ in range(12):
         rig.put(algorithm=algorithm)
     for step in range(2):
