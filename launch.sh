@@ -17,7 +17,7 @@ die() {
 
 usage() {
     cat <<TEXT
-bash launch.sh                     the demo: small games, a small model, about 6 minutes of training on 2 CPU cores
+bash launch.sh                     the demo: small games, a small model, about 5 minutes on 2 CPU cores
 bash launch.sh FLAGS...            train with these flags (a word @FILE stands for the flags in FILE)
 bash launch.sh --setup-only        only set up the environment
 bash launch.sh --versions          print the stack
@@ -83,6 +83,7 @@ stamp_of() { cat "$requirements" <(printf '%s' "$python_version $stack ${with_fl
 set_up() {
     if [ -n "${ACCERL_PYTHON-}" ]; then
         python=$ACCERL_PYTHON
+        command -v "$python" >/dev/null || die "ACCERL_PYTHON=$python: no such interpreter"
         return
     fi
     python=$venv/bin/python

@@ -4,6 +4,7 @@ Takes a resolved Config. Looks at files and numbers only; what needs the model i
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +20,24 @@ _RING_TABLES_BYTES = 128 << 10
 
 def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None) -> list[str]:
     """Every problem of a resolved Config, in the order of its groups; empty when it can run."""
-    rules = [_bounds, _model, _games, _algorithm, _batch, _replay, _processes, _inference, _folders]
+    rules = [_bounds, _model, _games, _algorithm, _batch, _replay, _deterministic, _processes, _inference, _folders]
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _gpus(config, num_gpus)
     if shm_free_bytes is not None:
         problems += _shared_memory(config, shm_free_bytes)
+    return problems
+
+
+def check_replayed(config: Config, *, num_steps: int, num_ranks: int, world_size: int) -> list[str]:
+    """Every problem of the trainer alone on recorded samples: `num_steps` of `num_ranks` ranks; torchrun started `world_size`."""
+    folder = config.run.replay_samples
+    problems = [problem for rule in (_bounds, _model, _algorithm, _folders, _deterministic) for problem in rule(config)]
+    if num_steps == 0:
+        problems.append(f"--replay-samples {folder}: no optimizer step in it that all ranks have recorded: there is nothing to train")
+    elif num_ranks != world_size:
+        problems.append(
+            f"--replay-samples {folder} holds samples of {num_ranks} ranks, {world_size} were started: use --nproc-per-node {num_ranks}"
+        )
     return problems
 
 
@@ -37,7 +51,9 @@ def _bounds(config: Config) -> Iterator[str]:
         group = getattr(config, name)
         for field in dataclasses.fields(group):
             value, at_least, above = getattr(group, field.name), field.metadata["at_least"], field.metadata["above"]
-            if value is not None and at_least is not None and value < at_least:
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{option_of(field.name)} must be a finite number, got {value}"
+            elif value is not None and at_least is not None and value < at_least:
                 yield f"{option_of(field.name)} must be at least {at_least}, got {value}"
             if value is not None and above is not None and value <= above:
                 yield f"{option_of(field.name)} must be above {above}, got {value}"
@@ -87,6 +103,9 @@ def _game_folder(option: str, folder: str, pattern: str) -> Iterator[str]:
     if not Path(folder).is_dir():
         yield f"{option} {folder}: no such folder"
         return
+    if Path(pattern).is_absolute():
+        yield f"--tw-game-pattern {pattern} is an absolute path: it must be a pattern inside {option}"
+        return
     games = find_games(folder, pattern)
     if not games:
         yield f"{option} {folder}: no file matches --tw-game-pattern {pattern!r}: there is nothing to play"
@@ -103,6 +122,13 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield f"--ppo-normalize-advantages has no effect with --rl-algorithm {algorithm.rl_algorithm}: leave it out"
     if algorithm.dual_clip is not None and algorithm.clip_mode != "ppo":
         yield f"--dual-clip belongs to --clip-mode ppo, got {algorithm.clip_mode}: leave it out"
+    if algorithm.dual_clip is not None and algorithm.recompute_old_logprobs:
+        yield (
+            f"--dual-clip {algorithm.dual_clip} with --recompute-old-logprobs: the ratio is 1 at every update and dual clip "
+            "would never act; leave it out, --tis-cap bounds the weights"
+        )
+    if algorithm.router_aux_loss_coef and config.model.train_mode == "lm_head":
+        yield f"--router-aux-loss-coef {algorithm.router_aux_loss_coef} with --train-mode lm_head: no router trains; leave it out"
     if games.tw_history_token_window <= config.inference.infer_max_tokens:
         yield (
             f"--tw-history-token-window {games.tw_history_token_window} leaves no room for a prompt beside "
@@ -148,7 +174,18 @@ def _replay(config: Config) -> Iterator[str]:
         )
 
 
+def _deterministic(config: Config) -> Iterator[str]:
+    attention = config.model.attn_implementation
+    if config.run.deterministic and attention != "sdpa":
+        yield f"--attn-implementation {attention} with --deterministic: its backward adds in any order, bits would differ; use sdpa"
+
+
 def _processes(config: Config) -> Iterator[str]:
+    if config.run.replay_samples:
+        yield (
+            f"--replay-samples {config.run.replay_samples} would not be read: launch.sh plays games; "
+            "use torchrun --nproc-per-node N -m accerl_mp.trainer with it"
+        )
     if config.run.synchronous and config.replay.max_sample_reuse != 1:
         yield f"--synchronous trains each sample once, got --max-sample-reuse {config.replay.max_sample_reuse}"
 
@@ -174,11 +211,20 @@ def _folders(config: Config) -> Iterator[str]:
     run_folder = Path(config.metrics.log_dir)
     if (run_folder / "args.json").exists():
         yield f"--log-dir {run_folder} already holds a run: its files would be mixed with the new one's; name another folder"
-    parent = next(folder for folder in [run_folder, *run_folder.resolve().parents] if folder.exists())
-    if not os.access(parent, os.W_OK):
-        yield f"--log-dir {run_folder}: {parent} is not writable; name another folder"
+    yield from _cannot_be_made("--log-dir", run_folder)
+    if config.metrics.save_checkpoint:
+        yield from _cannot_be_made("--checkpoint-dir", Path(config.metrics.checkpoint_dir))
     if config.metrics.checkpoint_every_sync_rounds and not config.metrics.save_checkpoint:
         yield f"--checkpoint-every-sync-rounds {config.metrics.checkpoint_every_sync_rounds} needs --save-checkpoint"
+
+
+def _cannot_be_made(option: str, folder: Path) -> Iterator[str]:
+    """What keeps a folder from being made: the first of its parents that exists is a file, or may not be written."""
+    parent = next(path for path in [folder, *folder.resolve().parents] if path.exists())
+    if not parent.is_dir():
+        yield f"{option} {folder}: {parent} is a file; name another folder"
+    elif not os.access(parent, os.W_OK) or str(parent.resolve()).startswith("/proc"):
+        yield f"{option} {folder}: {parent} is not writable; name another folder"
 
 
 def _gpus(config: Config, num_gpus: int) -> Iterator[str]:
@@ -230,6 +276,8 @@ def _without_effect(config: Config, typed: Config) -> Iterator[str]:
         ("grpo_group_size", algorithm == "ppo", "--rl-algorithm is ppo"),
         ("tw_gamma", algorithm != "ppo", f"--rl-algorithm is {algorithm}"),
         ("gamma_per", algorithm != "ppo", f"--rl-algorithm is {algorithm}"),
+        ("tis_cap", not config.algorithm.recompute_old_logprobs, "--recompute-old-logprobs is off"),
+        ("clip_eps", config.algorithm.recompute_old_logprobs, "--recompute-old-logprobs starts each step at a ratio of 1"),
         ("history_window_turns", config.games.history_mode != "window", f"--history-mode is {config.games.history_mode}"),
         ("kv_on_sync", config.sync.sync_mode == "drain", "--sync-mode drain clears the cache"),
         ("gpu_memory_utilization", is_cpu, "--placement is cpu"),

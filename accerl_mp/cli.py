@@ -49,12 +49,12 @@ def option_of(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def parse(argv: list[str], *, environ: Mapping[str, str]) -> Config:
-    """Flags as typed -> Config, not resolved. ConfigError: unknown flags, bad values, unreadable files."""
+def parse(argv: list[str], *, environ: Mapping[str, str], base: Config | None = None) -> Config:
+    """Flags as typed, over `base` (else the defaults) -> Config, not resolved. ConfigError: unknown flags, bad values, unreadable files."""
     values, unknown = build_parser().parse_known_args(expand(argv, environ=environ))
     if unknown:
         raise ConfigError([_unknown(word) for word in unknown if word.startswith("-")] or [f"{unknown[0]!r} belongs to no flag"])
-    return Config.from_flat(vars(values))
+    return (base or Config()).replace(**vars(values))
 
 
 def _unknown(word: str) -> str:
@@ -92,11 +92,11 @@ def to_argv(config: Config) -> list[str]:
 
 def _read_flags(path: Path, environ: Mapping[str, str], problems: list[str]) -> list[str]:
     try:
-        text = path.read_text()
-    except OSError as error:
-        problems.append(f"@{path}: cannot be read ({error.strerror}): its flags are missing")
+        words = shlex.split(path.read_text(), comments=True)
+    except (OSError, ValueError) as error:  # ValueError: no text, or a quote without its end
+        problems.append(f"@{path}: cannot be read ({getattr(error, 'strerror', None) or error}): its flags are missing")
         return []
-    return [_expand_variables(word, path, environ, problems) for word in shlex.split(text, comments=True)]
+    return [_expand_variables(word, path, environ, problems) for word in words]
 
 
 def _expand_variables(word: str, path: Path, environ: Mapping[str, str], problems: list[str]) -> str:

@@ -86,6 +86,20 @@ class AlgorithmConfig:
     clip_eps: float = flag(0.2, "clip range of ppo, cispo and gspo, and threshold of the clip fraction", above=0)
     dual_clip: float | None = flag(None, "c of ppo's dual clip, above 1: for A < 0 the objective is at least c A (default: off)", above=1)
     old_new_kl_coef: float = flag(0.0, "coefficient of the k3 penalty against the sampling policy", at_least=0)
+    ref_kl_coef: float = flag(
+        0.0, "coefficient of the k3 penalty against the frozen start model (a second model on each rank, sharded alike)", at_least=0
+    )
+    router_aux_loss_coef: float = flag(
+        0.0,
+        "coefficient of the router's load-balancing loss, for models with experts (0: off, whatever the model's config says)",
+        at_least=0,
+    )
+    recompute_old_logprobs: bool = flag(
+        False, "ratios start at 1 in each optimizer step; staleness and kernel mismatch become a weight of each token, see --tis-cap"
+    )
+    tis_cap: float = flag(
+        2.0, "with --recompute-old-logprobs: a token weighs at most this, else its probability at the step / when sampled", above=0
+    )
     gipo_sigma: float = flag(1.0, "width of gipo's gaussian", above=0)
     sapo_tau_pos: float = flag(1.0, "gate temperature of sapo where A > 0", above=0)
     sapo_tau_neg: float = flag(2.0, "gate temperature of sapo elsewhere", above=0)
@@ -159,6 +173,11 @@ class RunConfig:
     rollout_batch_size: int = flag(8, "episodes that a rollout process plays at a time", at_least=1)
     rollout_stop_timeout: float = flag(10.0, "seconds to wait for a rollout process to stop before it is ended", above=0)
     seed: int = flag(42, "seed of model, games, episodes, vLLM and replay")
+    deterministic: bool = flag(False, "the trainer computes the same bits from the same samples (slower on GPU, where it takes sdpa)")
+    record_samples: bool = flag(False, "keep every trained sample in <log-dir>/samples (4 bytes x 8 a token)")
+    replay_samples: str = flag(
+        "", "folder of recorded samples, trained without vLLM and games: torchrun -m accerl_mp.trainer, not launch.sh"
+    )
     synchronous: bool = flag(False, "generate, train and push in turn: the baseline to measure against")
 
 
@@ -287,7 +306,7 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
         placement = "cpu" if num_gpus == 0 else "colocated" if num_gpus == 1 else "dedicated"
     infer_size = _default(config.inference.infer_size, 1)
     world_size = _default(run.fsdp_world_size, _default_world_size(placement, num_gpus, config.inference.infer_tp_size * infer_size))
-    run_folder = _default(config.metrics.log_dir, log_dir)
+    run_folder = config.metrics.log_dir or log_dir
     dtype = _resolve_auto(config.model.dtype, "float32" if placement == "cpu" else "bfloat16")
     group_size = _default(config.algorithm.grpo_group_size, run.rollout_batch_size)
     step_samples = batch.batch_size * batch.grad_accum_steps
@@ -299,7 +318,7 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
         dtype=dtype,
         compile=_resolve_auto(config.model.compile, "off" if placement == "cpu" else "on"),
         attn_implementation=_resolve_auto(
-            config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" else "sdpa"
+            config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" and not run.deterministic else "sdpa"
         ),
         infer_size=infer_size,
         fsdp_world_size=world_size,

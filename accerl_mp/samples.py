@@ -3,6 +3,7 @@
 Imports NumPy only: rollout, ingest and trainer all build or read it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -143,6 +144,14 @@ class RLSample:
 
 SCALAR_FIELDS: tuple[str, ...] = tuple(f.name for f in fields(RLSample) if f.name not in ARRAY_FIELDS)
 """Every field that is not an array, `algorithm` first."""
+
+
+def count_quarters(lengths: Sequence[int], max_length: int) -> list[int]:
+    """How many of `lengths` lie in each quarter of `max_length`, the shortest first; what is longer counts to the last."""
+    counts = [0] * 4
+    for length in lengths:
+        counts[min(3, 4 * max(0, length - 1) // max_length)] += 1
+    return counts
 
 
 def _expect(field: str, expected: object, got: object, holds: bool) -> None:

@@ -37,6 +37,11 @@ class RunPaths:
         """Exists once the user has asked the run to end."""
         return self.run_dir / "stop"
 
+    @property
+    def samples(self) -> Path:
+        """Folder of `--record-samples`."""
+        return self.run_dir / "samples"
+
     def log(self, role: str, index: int) -> Path:
         return self.run_dir / "logs" / f"{role}-{index}.log"
 
@@ -90,3 +95,8 @@ def plan_gpus(gpus: list[str], *, placement: str, world_size: int, infer_size: i
     rest = gpus[world_size:]
     inference = [rest[index * infer_tp_size : (index + 1) * infer_tp_size] for index in range(infer_size)]
     return GpuPlan(trainer=gpus[:world_size], inference=inference)
+
+
+def torchrun_rank() -> tuple[int, int]:
+    """(rank, number of ranks) of this process; (0, 1) without torchrun."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

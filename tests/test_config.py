@@ -160,6 +160,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"ppo_normalize_advantages": True}, "--ppo-normalize-advantages has no effect"),
     ({"clip_mode": "sapo", "dual_clip": 3.0}, "--dual-clip belongs to"),
     ({"dual_clip": 0.5}, "--dual-clip must be above 1"),
+    ({"replay_samples": "some/folder"}, "--replay-samples some/folder would not be read"),
+    ({"deterministic": True, "attn_implementation": "varlen"}, "--attn-implementation varlen with --deterministic"),
+    ({"router_aux_loss_coef": 0.1, "train_mode": "lm_head"}, "--router-aux-loss-coef 0.1 with --train-mode lm_head"),
+    ({"dual_clip": 3.0, "recompute_old_logprobs": True}, "--dual-clip 3.0 with --recompute-old-logprobs"),
     ({"tw_history_token_window": 16}, "--tw-history-token-window 16 leaves no room"),
     ({"min_replay_size_per_rank": 999}, "--min-replay-size-per-rank 999 is over --replay-capacity 512"),
     ({"replay_capacity": 130}, "--replay-capacity 130 is under 136"),
@@ -177,6 +181,11 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"placement": "dedicated", "fsdp_world_size": 3, "num_rollout_workers": 3}, "needs 4 GPUs (--fsdp-world-size 3 + --infer-size 1 x"),
     ({"placement": "colocated"}, "--placement colocated"),
     ({"min_lr_ratio": 2.0}, "--min-lr-ratio must be between 0 and 1"),
+    ({"learning_rate": float("nan")}, "--learning-rate must be a finite number"),
+    ({"tw_game_pattern": "/games/*.z8"}, "is an absolute path"),
+    ({"log_dir": "/proc/run"}, "--log-dir /proc/run: /proc is not writable"),
+    ({"log_dir": __file__ + "/run"}, "is a file; name another folder"),
+    ({"save_checkpoint": True, "checkpoint_dir": __file__}, "--checkpoint-dir"),
     ({"max_sync_rounds": 0}, "--max-sync-rounds must be at least 1"),
 ]
 
@@ -231,6 +240,18 @@ def test_a_used_run_folder_is_refused(folders: dict[str, Any]) -> None:
 
 def test_held_out_games_must_not_be_the_training_games(folders: dict[str, Any]) -> None:
     assert any("--eval-game-dir" in problem for problem in problems_of(folders | {"eval_game_dir": folders["tw_game_dir"]}))
+
+
+def test_files_of_flags_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "quote").write_text("--model-path 'm")
+    with pytest.raises(ConfigError) as error:
+        expand([f"@{tmp_path}/binary", f"@{tmp_path}/quote"], environ={})
+    assert len(error.value.problems) == 2
+
+
+def test_an_empty_log_dir_is_the_default() -> None:
+    assert resolve(Config.from_flat({"log_dir": ""}), num_gpus=0, log_dir="runs/x").metrics.log_dir == "runs/x"
 
 
 def test_a_bad_value_is_a_problem_like_all_others() -> None:

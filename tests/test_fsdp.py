@@ -23,7 +23,8 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
         False,
         {"train_packing": "padded", "loss_aggregation": "sequence", "rl_algorithm": "ppo", "ppo_normalize_advantages": True},
     ),
-    "experts": ("qwen3_moe", False, {"clip_mode": "gspo"}),
+    "packed, start model": ("qwen3", True, {"ref_kl_coef": 0.5, "max_sample_reuse": 2, "recompute_old_logprobs": True}),
+    "experts": ("qwen3_moe", False, {"clip_mode": "gspo", "router_aux_loss_coef": 0.1}),
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -34,6 +35,9 @@ def _case(root: Path, name: str) -> tuple[Config, list[list[Any]]]:
     config = config_for(root / name, fsdp_world_size=2, **options)
     samples = made_samples(16, seed=1, algorithm=config.algorithm.rl_algorithm)
     steps = [[samples[start : start + 2] for start in range(first, first + 8, 2)] for first in (0, 8)]
+    if config.algorithm.ref_kl_coef:  # of two ranks' first micro-batches one is known by now, of the second ones both
+        for known in (0, 2, 3):
+            steps[1][known] = steps[0][known]
     return config, steps
 
 

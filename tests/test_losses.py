@@ -11,6 +11,7 @@ from accerl_mp.algorithms.losses import (
     policy_objective,
     token_losses,
     token_weights,
+    truncated_weights,
     weighted_loss,
 )
 from accerl_mp.config import AlgorithmConfig
@@ -166,3 +167,42 @@ def test_advantages_are_standardised_with_the_steps_sums() -> None:
     values = np.array([1.0, 2.0, 4.0, -3.0])
     got = normalised_advantages(torch.tensor(values), total=values.sum(), total_squares=(values**2).sum(), count=len(values), eps=1e-8)
     np.testing.assert_allclose(got.numpy(), (values - values.mean()) / (values.std() + 1e-8), rtol=1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputed_logprobs_weight_each_token_by_the_truncated_ratio(mode: str) -> None:
+    """Design, section 8: r = exp(lp - lp_prox), each token weighted by min(exp(lp_prox - lo), cap), in float64."""
+    new, old, advantages = _tokens(spread=0.8)
+    proximal = new + np.random.default_rng(7).normal(0, 0.3, len(new))
+    config = AlgorithmConfig(clip_mode=mode, recompute_old_logprobs=True, tis_cap=1.1, gipo_sigma=0.7, sapo_tau_pos=1.3, sapo_tau_neg=2.5)
+    tensors = _tensors(new, old, advantages)
+    got = token_losses(*tensors, torch.tensor(SEQUENCES), config, proximal_logprobs=_tensors(proximal)[0])
+    ratio = np.exp(proximal - old)
+    expected = _numpy_objective(mode, new, proximal, advantages) * np.minimum(ratio, 1.1)
+    assert 0 < (ratio > 1.1).sum() < len(ratio)
+    np.testing.assert_allclose(got.objective.numpy(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got.is_capped.numpy(), ratio > 1.1)
+    np.testing.assert_allclose(got.k3.numpy(), np.exp(new - old) - 1 - (new - old), rtol=1e-4, atol=1e-6)  # still of what sampled
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputed_logprobs_change_nothing_on_fresh_samples(mode: str) -> None:
+    """lp_prox = lo: every weight is exactly 1, whatever lp is."""
+    new, old, advantages = _tensors(*_tokens())
+    config, ids = AlgorithmConfig(clip_mode=mode, recompute_old_logprobs=True), torch.tensor(SEQUENCES)
+    gradients = []
+    for proximal in (None, old):
+        leaf = new.clone().requires_grad_()
+        losses = token_losses(leaf, old, advantages, ids, config, proximal_logprobs=proximal)
+        losses.objective.sum().backward()
+        gradients.append((losses.objective.detach(), leaf.grad))
+    assert torch.equal(gradients[0][0], gradients[1][0])
+    assert torch.equal(gradients[0][1], gradients[1][1])
+
+
+def test_the_truncated_weight_carries_no_gradient_and_stays_finite() -> None:
+    proximal = torch.tensor([0.0, -1e4, 1e4, -3.0]).requires_grad_()
+    weights, is_capped = truncated_weights(proximal, torch.tensor([0.0, 1e4, -1e4, -5.0]), cap=2.0)
+    assert not weights.requires_grad
+    torch.testing.assert_close(weights, torch.tensor([1.0, float(np.exp(-20.0)), 2.0, 2.0]))
+    assert is_capped.tolist() == [0, 0, 1, 1]

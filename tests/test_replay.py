@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from trainer_cases import LAYOUTS, Rig, sharded_model, single_rank
 
+from accerl_mp.samples import count_quarters
 from accerl_mp.stats.tags import TAGS, expected
 from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import Replay
+from accerl_mp.trainer.sharded import Reference
 from accerl_mp.trainer.step import LocalTotals, Stepper
 
 
@@ -71,7 +74,7 @@ def test_a_group_whose_oldest_token_is_too_old_goes_as_a_whole(make_rig: Any) ->
     rig.put(version=4)
     assert {group for group, _ in rig.train(version=4)} == {2, 3}
     counts = rig.replay.take_counts()
-    assert (counts.expired, counts.consumed) == (4, 8)
+    assert (len(counts.expired_lengths), counts.consumed) == (4, 8)
     assert sorted(counts.lags_oldest) == [0] * 4 + [1] * 4
     assert rig.reader.num_expired == 4
 
@@ -88,6 +91,37 @@ def test_reuse_trains_each_sample_as_often_as_allowed(make_rig: Any) -> None:
     assert sorted(rig.train()) == sorted(rig.train())
     assert rig.replay.try_take(0) is None
     assert rig.replay.take_counts().uses == 8 * 1 + 8 * 2
+
+
+def test_expired_and_reused_samples_are_counted_by_length(make_rig: Any) -> None:
+    """Quarters of --max-length 100; each number and mean by hand from the samples."""
+    rig = make_rig(max_sample_reuse=2, max_policy_lag=2, max_length=100)
+    ranks = single_rank()
+    metrics = RoundMetrics(rig.config, ranks)
+    rig.put(8, version=1)
+    first = rig.replay.try_take(1)
+    assert first is not None
+    rig.replay.commit(first, 1)
+    again = rig.replay.try_take(1)
+    assert again is not None
+    rig.replay.commit(again, 1)
+    rig.put(6, version=0)
+    tokens = [record.num_tokens for record in rig.reader.ready() if record.uses == 0]
+    assert rig.replay.try_take(3) is None
+    metrics.add_replay(rig.replay.take_counts())
+    values = metrics.close_round()
+    ranks.leave()
+    for tag, lengths in (("Replay/Expired", tokens), ("Replay/Reused", [len(sample) for sample in again.samples])):
+        assert values[tag][0] == len(lengths)
+        assert values[f"{tag}TokensMean"][:2] == (sum(lengths), len(lengths))
+        quarters = [sum(25 * n < length <= 25 * (n + 1) for length in lengths) for n in range(4)]
+        assert [values[f"{tag}Quarter{n}"][0] for n in range(1, 5)] == quarters
+        assert sum(count > 0 for count in quarters) > 1
+        assert all(name in TAGS for name in values)
+
+
+def test_lengths_on_a_border_belong_to_the_quarter_below() -> None:
+    assert count_quarters([1, 50, 51, 100, 101, 150, 151, 200, 999], 200) == [2, 2, 2, 3]
 
 
 def test_unlimited_reuse_prefers_what_was_used_least(make_rig: Any) -> None:
@@ -176,7 +210,14 @@ def test_a_damaged_record_is_skipped(make_rig: Any) -> None:
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_every_tag_of_the_trainer_is_declared_finite_and_complete(layout: dict, algorithm: str, tmp_path: Path, make_rig: Any) -> None:
     tiny.save_tiny(tmp_path / "model")
-    options = {"rl_algorithm": algorithm, "old_new_kl_coef": 0.1, "train_token_budget": 200, "max_length": 200}
+    options = {
+        "rl_algorithm": algorithm,
+        "old_new_kl_coef": 0.1,
+        "ref_kl_coef": 0.1,
+        "recompute_old_logprobs": True,
+        "train_token_budget": 200,
+        "max_length": 200,
+    }
     rig = make_rig(**layout, **options, model_path=str(tmp_path / "model"))
     ranks = single_rank()
     values = _values_of_a_round(rig, ranks, algorithm)
@@ -196,7 +237,8 @@ def _values_of_a_round(rig: Rig, ranks: Ranks, algorithm: str) -> dict[str, tupl
     """Two optimizer steps."""
     metrics = RoundMetrics(rig.config, ranks)
     model = sharded_model(rig.config)
-    stepper = Stepper(model, rig.config, ranks, unsharded=True)
+    reference = Reference.if_wanted(rig.config, ranks, torch.float32)
+    stepper = Stepper(model, rig.config, ranks, unsharded=True, reference=reference)
     for _ in range(12):
         rig.put(algorithm=algorithm)
     for step in range(2):

@@ -199,6 +199,7 @@ def test_the_oldest_used_group_goes_first_and_whole(path):
     assert groups_of(reader) == [2, 3, 4]
     assert not writer.try_put_group(make_group(5, 3))
     assert writer.counters()["evicted"] == (6, sum(len(sample) for number in (0, 1) for sample in make_group(number, 3)))
+    assert sorted(writer.evicted_lengths) == sorted(len(sample) for number in (0, 1) for sample in make_group(number, 3))
 
 
 def test_uses_belong_to_a_record_not_to_its_slot(path):

@@ -16,8 +16,11 @@ from accerl_mp.models.build import load_model
 from accerl_mp.models.fsdp import reshard
 from accerl_mp.samples import RLSample
 from accerl_mp.trainer.batches import build_micro_batch
+from accerl_mp.trainer.forward import micro_batch_logprobs
+from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.ranks import Ranks
-from accerl_mp.trainer.step import BadStepsError, LocalTotals, Stepper, build_optimizer, micro_batch_logprobs
+from accerl_mp.trainer.sharded import Reference
+from accerl_mp.trainer.step import BadStepsError, LocalTotals, Stepper, build_optimizer
 
 
 @pytest.fixture
@@ -118,6 +121,82 @@ def test_the_loss_is_the_mean_over_all_tokens_of_the_step(folder: Path, ranks: R
     assert result.sums["num_tokens"] == sum(len(term) for term in terms)
 
 
+def _with_own_logprobs(folder: Path, samples: list[RLSample], shift: float = 0.0) -> list[RLSample]:
+    """The samples as if the model itself had sampled them, `shift` nats less likely."""
+    config = config_for(folder)
+    with torch.no_grad():
+        logprobs, _ = micro_batch_logprobs(
+            load_model(config, CPU), build_micro_batch(samples, packed=True, version=0, algorithm="grpo"), config
+        )
+    for sample, own in zip(samples, logprobs.split([sample.num_trained for sample in samples]), strict=True):
+        sample.old_logprobs[sample.labels != -100] = own.numpy() - shift
+    return samples
+
+
+@pytest.mark.parametrize("clip_mode", ["ppo", "gipo", "sapo", "cispo", "gspo"])
+def test_recomputed_old_logprobs_change_nothing_on_fresh_samples(clip_mode: str, folder: Path, ranks: Ranks) -> None:
+    samples = _with_own_logprobs(folder, made_samples(6, seed=8))
+    plain, recomputed = (
+        _gradients(folder, ranks, [samples[:3], samples[3:]], clip_mode=clip_mode, recompute_old_logprobs=on) for on in (False, True)
+    )
+    for name, grad in plain.items():
+        torch.testing.assert_close(recomputed[name], grad, atol=1e-7, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("shift", "factor"), [(0.3, math.exp(0.3)), (-0.5, math.exp(-0.5)), (3.0, 2.0)])
+def test_stale_samples_are_weighted_and_capped(shift: float, factor: float, folder: Path, ranks: Ranks) -> None:
+    """All tokens as stale as each other: the fresh gradient times min(exp(shift), 2), with no token clipped away."""
+    fresh = _gradients(folder, ranks, [_with_own_logprobs(folder, made_samples(6, seed=8))], max_grad_norm=0.0)
+    stale_samples = _with_own_logprobs(folder, made_samples(6, seed=8), shift)
+    stale = _gradients(folder, ranks, [stale_samples], recompute_old_logprobs=True, max_grad_norm=0.0)
+    for name, grad in fresh.items():
+        torch.testing.assert_close(stale[name], factor * grad, atol=1e-6, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_start_model_pulls_with_k3_of_its_own_logprobs(layout: dict[str, Any], folder: Path, ranks: Ranks) -> None:
+    """Nothing in the first step, where both models are the same; in the second as computed by hand from both, in float64."""
+    samples = made_samples(6, seed=2)
+    config = config_for(folder, ref_kl_coef=0.3, learning_rate=1e-2, max_grad_norm=0.0, **layout)
+    model, start = sharded_model(config), load_model(config, CPU)
+    reference = Reference.if_wanted(config, ranks, torch.float32)
+    stepper, totals = Stepper(model, config, ranks, unsharded=True, reference=reference), LocalTotals.of(samples)
+    first = stepper.run([samples[:3], samples[3:]], totals, step=0, version=0)
+    assert first.sums["ref_k3"] == pytest.approx(0, abs=1e-6)
+    batch = build_micro_batch(samples, packed=True, version=0, algorithm="grpo")
+    with torch.no_grad():
+        new, at_start = (micro_batch_logprobs(one, batch, config_for(folder))[0].double().numpy() for one in (model, start))
+    reshard(model)
+    second = stepper.run([samples[:3], samples[3:]], totals, step=1, version=0)
+    d = np.clip(at_start - new, -20, 20)
+    k3 = np.exp(d) - 1 - d
+    assert k3.mean() > 1e-2
+    assert second.sums["ref_k3"] == pytest.approx(k3.sum(), rel=1e-3)
+    assert second.sums["loss"] == pytest.approx((second.sums["policy_loss"] + 0.3 * k3.sum()) / len(k3), rel=1e-3)
+
+
+def test_the_start_models_logprobs_are_computed_once_a_sample(folder: Path, ranks: Ranks) -> None:
+    samples = made_samples(6, seed=2)
+    for reuse, expected in ((1, 5), (3, 3)):
+        reference = Reference(config_for(folder, max_sample_reuse=reuse, replay_capacity=8), ranks, torch.float32)
+        forwards: list[int] = []
+        reference._model.register_forward_hook(lambda *_, seen=forwards: seen.append(1))
+        first = reference.logprobs([samples[:2], samples[2:4]])
+        again = reference.logprobs([[samples[3], samples[0]]])
+        assert torch.equal(torch.cat([first[1][samples[2].num_trained :], first[0][: samples[0].num_trained]]), again[0]) or reuse == 1
+        reference.logprobs([samples[1:3], samples[4:]])
+        assert len(forwards) == expected
+
+
+def test_a_strong_pull_keeps_the_model_where_it_started(folder: Path, ranks: Ranks) -> None:
+    samples = made_samples(6, seed=2)
+    distances = []
+    for coef in (1e-6, 30.0):
+        config = config_for(folder, ref_kl_coef=coef, learning_rate=3e-3, clip_mode="cispo")
+        distances.append(train_steps(sharded_model(config), config, ranks, [[samples]] * 8)[-1].sums["ref_k3"])
+    assert distances[1] < 0.2 * distances[0]
+
+
 def test_advantages_are_normalised_over_the_whole_step(folder: Path, ranks: Ranks) -> None:
     samples = made_samples(6, seed=4, algorithm="ppo")
     values = np.concatenate([sample.token_advantages[sample.labels != -100] for sample in samples]).astype(np.float64)
@@ -157,6 +236,26 @@ def test_entropy_and_logprobs_come_for_every_trained_token(folder: Path) -> None
     assert (logprobs < 0).all()
     assert (entropy > 0).all()
     assert (entropy < math.log(512)).all()
+
+
+def test_the_entropy_metric_is_the_mean_over_trained_tokens_and_costs_no_forward(folder: Path, ranks: Ranks) -> None:
+    """By hand in float64 from Transformers' own logits; one forward a micro-batch, as without the metric."""
+    samples = made_samples(4, seed=5)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    expected = []
+    for sample in samples:
+        logits = reference(input_ids=torch.tensor(sample.input_ids[None].astype(np.int64))).logits[0].detach().double() / 0.7
+        logs = torch.log_softmax(logits, -1)[np.flatnonzero(sample.labels != -100) - 1]
+        expected += (-(logs.exp() * logs).sum(-1)).tolist()
+    config = config_for(folder, infer_temperature=0.7)
+    model, metrics = sharded_model(config), RoundMetrics(config, ranks)
+    forwards: list[int] = []
+    model.register_forward_hook(lambda *_: forwards.append(1))
+    (result,) = train_steps(model, config, ranks, [[samples[:2], samples[2:]]])
+    metrics.add_step(result, samples, choose_seconds=0.0)
+    total, count, _ = metrics.close_round()["Train/Entropy"]
+    assert total / count == pytest.approx(np.mean(expected), rel=1e-4)
+    assert len(forwards) == 2
 
 
 def test_a_bad_step_is_skipped_and_too_many_stop_the_run(folder: Path, ranks: Ranks) -> None:

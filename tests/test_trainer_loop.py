@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from trainer_cases import config_for, made_sample, start_ranks
 
 from accerl_mp.topology import RunPaths
-from accerl_mp.trainer import loop
+from accerl_mp.trainer import loop, replayed
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MetricsReceiver
 from accerl_mp.transport.health import HealthTable
@@ -265,3 +265,18 @@ def _watch(run: Run, seen: set[str]) -> None:
     while not run._over.is_set():
         seen.update(f"{row.name} waits for {row.waits_for}" for row in run.table.snapshot())
         time.sleep(0.02)
+
+
+def _replay(_: int, run_dir: str) -> None:
+    """In a new process: the trainer alone on what the run has recorded."""
+    flags = ["--replay-samples", f"{run_dir}/samples", "--log-dir", f"{run_dir}/replayed", "--save-checkpoint"]
+    assert replayed.main(flags) == 0
+
+
+def test_a_recorded_run_can_be_trained_again_to_the_same_bits(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(max_steps=4, save_checkpoint=True, record_samples=True, deterministic=True)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")  # only looked for
+    run.train()
+    start_ranks(_replay, 2, str(run.paths.run_dir))
+    exports = [folder / "checkpoints" / "latest" / "model.safetensors" for folder in (run.paths.run_dir, run.paths.run_dir / "replayed")]
+    assert exports[0].read_bytes() == exports[1].read_bytes() != (tmp_path / "model" / "model.safetensors").read_bytes()

@@ -17,6 +17,7 @@ from accerl_mp.models.fsdp import fits_unsharded, shard
 from accerl_mp.samples import RLSample
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import Replay
+from accerl_mp.trainer.sharded import Reference
 from accerl_mp.trainer.step import LocalTotals, Stepper
 from accerl_mp.transport.health import Health
 from accerl_mp.transport.ring import SharedRing
@@ -97,7 +98,8 @@ def train_steps(
     model: torch.nn.Module, config: Config, ranks: Ranks, steps: list[list[list[RLSample]]], *, unsharded: bool = True
 ) -> list[Any]:
     """One optimizer step for each list of this rank's micro-batches."""
-    stepper = Stepper(model, config, ranks, unsharded=unsharded)
+    reference = Reference.if_wanted(config, ranks, compute_dtype(config, CPU))
+    stepper = Stepper(model, config, ranks, unsharded=unsharded, reference=reference)
     results = []
     for step, micro_batches in enumerate(steps):
         local = LocalTotals.of([sample for batch in micro_batches for sample in batch])

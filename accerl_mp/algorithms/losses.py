@@ -4,7 +4,7 @@ R trained tokens of a micro-batch, whatever its layout (padded rows or a pack), 
 lp new logprob, lo old logprob, d = lp - lo clamped, r = exp(d), A advantage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -128,6 +128,16 @@ def token_weights(sequence_lengths: Tensor, sequence_ids: Tensor, totals: StepTo
     return (1.0 / (sequence_lengths.float() * max(totals.num_samples, 1.0)))[sequence_ids]
 
 
+def truncated_weights(proximal_logprobs: Tensor, old_logprobs: Tensor, *, cap: float) -> tuple[Tensor, Tensor]:
+    """min(exp(lp_prox - lo), cap) of each token and 1 where the cap cut it, both [R] float32, without gradient.
+
+    Truncated importance sampling (design, section 8): corrects for the distance between the policy that sampled and the one that
+    the optimizer step starts from; without the cap one unlikely token could outweigh all others.
+    """
+    ratio = log_ratio(proximal_logprobs, old_logprobs).detach().exp()
+    return ratio.clamp(max=cap), (ratio > cap).float()
+
+
 @dataclass
 class TokenLosses:
     """Parts of a micro-batch's loss, each [R]."""
@@ -135,15 +145,31 @@ class TokenLosses:
     objective: Tensor
     k3: Tensor
     d: Tensor
+    is_capped: Tensor
+    """1 where --tis-cap cut the token's weight."""
+    ref_k3: Tensor
+    """Estimate of KL(new || start model); 0 without one."""
 
 
 def token_losses(
-    new_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequence_ids: Tensor, config: AlgorithmConfig
+    new_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_ids: Tensor,
+    config: AlgorithmConfig,
+    *,
+    proximal_logprobs: Tensor | None = None,
+    reference_logprobs: Tensor | None = None,
 ) -> TokenLosses:
-    """Objective and KL of each token under the run's settings."""
+    """Objective and KL of each token under the run's settings; k3 and d are against the policy that sampled, always.
+
+    With `proximal_logprobs` ([R], `--recompute-old-logprobs`) the objective's ratio is exp(lp - lp_prox), weighted token by token.
+    `reference_logprobs` ([R]): the start model's. Its k3 has the *new* policy in the ratio's denominator (as in GRPO's paper): the
+    tokens were sampled by a policy near the new one, and only so is the mean an estimate of a KL, that of new from start.
+    """
     objective = policy_objective(
         new_logprobs,
-        old_logprobs,
+        old_logprobs if proximal_logprobs is None else proximal_logprobs.detach(),
         advantages,
         clip_mode=config.clip_mode,
         clip_eps=config.clip_eps,
@@ -154,13 +180,32 @@ def token_losses(
         sequence_ids=sequence_ids,
     )
     d = log_ratio(new_logprobs, old_logprobs)
-    return TokenLosses(objective=objective, k3=torch.expm1(d) - d, d=d.detach())
+    is_capped = torch.zeros_like(d)
+    if proximal_logprobs is not None:
+        weights, is_capped = truncated_weights(proximal_logprobs, old_logprobs, cap=config.tis_cap)
+        objective = objective * weights
+    ref_k3 = torch.zeros_like(d) if reference_logprobs is None else k3_kl(reference_logprobs, new_logprobs)
+    return TokenLosses(objective=objective, k3=torch.expm1(d) - d, d=d.detach(), is_capped=is_capped, ref_k3=ref_k3)
 
 
-def weighted_loss(losses: TokenLosses, weights: Tensor, *, kl_coef: float) -> Tensor:
+def weighted_loss(losses: TokenLosses, weights: Tensor, *, kl_coef: float, ref_kl_coef: float = 0.0) -> Tensor:
     """This micro-batch's share of the optimizer step's loss: shares of all ranks add up to it."""
     per_token = -losses.objective if kl_coef == 0 else kl_coef * losses.k3 - losses.objective
+    if ref_kl_coef:
+        per_token = per_token + ref_kl_coef * losses.ref_k3
     return (per_token * weights).sum()
+
+
+def router_balance(router_logits: Sequence[Tensor], top_k: int, is_real: Tensor | None = None) -> Tensor:
+    """E sum_e f_e P_e: f_e how often expert e is among a token's `top_k`, P_e its mean router probability; a scalar, float32.
+
+    Switch Transformer (arXiv 2101.03961), equations 4 to 6, means over all layers' tokens as in Transformers. `top_k` at the least,
+    where experts are used evenly. `router_logits`: [N, E] a layer; `is_real` [N] leaves padding out. Gradient through P alone.
+    """
+    logits = torch.cat([layer if is_real is None else layer[is_real] for layer in router_logits]).float()
+    probabilities = torch.softmax(logits, dim=-1)
+    chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+    return logits.shape[-1] * (chosen.mean(0) * probabilities.mean(0)).sum()
 
 
 def _sequence_mean(d: Tensor, sequence_ids: Tensor | None) -> Tensor:

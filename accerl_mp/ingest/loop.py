@@ -15,6 +15,7 @@ from accerl_mp.ingest.desk import WorkDesk
 from accerl_mp.ingest.evaluation import Evaluation
 from accerl_mp.ingest.inbox import Inbox
 from accerl_mp.ingest.rings import Rings
+from accerl_mp.samples import count_quarters
 from accerl_mp.timing import Timer
 from accerl_mp.transport import sockets
 from accerl_mp.transport.channels import MetricsSender
@@ -196,6 +197,9 @@ class Ingest:
         if num_evicted := new["evicted"]:
             values["Replay/Evicted"] = num_evicted
             values["Replay/EvictedTokensMean"] = (new["evicted tokens"], num_evicted, new["evicted tokens"] / num_evicted)
+            quarters = count_quarters(self._rings.take_evicted_lengths(), self._config.batch.max_length)
+            tag = "Replay/Evicted"
+            values |= {f"{tag}Quarter{number}": count for number, count in enumerate(quarters, start=1)}
         if self._dealer.set_aside:
             values["Rollout/GamesSetAside"] = len(self._dealer.set_aside)
         self._metrics.values(values)

@@ -118,6 +118,13 @@ class Rings:
         live = [writer.num_live for writer in self.writers]
         return float(sum(live)), float(sum(writer.capacity for writer in self.writers)), max(writer.fill for writer in self.writers)
 
+    def take_evicted_lengths(self) -> list[int]:
+        """Tokens of each sample that was evicted since the last call."""
+        lengths = [length for writer in self.writers for length in writer.evicted_lengths]
+        for writer in self.writers:
+            writer.evicted_lengths.clear()
+        return lengths
+
     def counted(self, reason: str) -> tuple[int, int]:
         """How many, and their tokens, over all rings."""
         counts = [writer.counters()[reason] for writer in self.writers]

@@ -64,7 +64,8 @@ def vllm_sockets(paths: RunPaths) -> dict[str, str]:
 def rank_environment(config: Config, plan: GpuPlan) -> dict[str, str]:
     """What a trainer rank sets for itself before it imports torch; torchrun has started it."""
     threads = thread_caps(num_threads("trainer", config))
-    return _EVERYBODY | threads | {"CUDA_VISIBLE_DEVICES": ",".join(plan.trainer)}
+    workspace = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.run.deterministic else {}  # torch asks for it
+    return _EVERYBODY | threads | workspace | {"CUDA_VISIBLE_DEVICES": ",".join(plan.trainer)}
 
 
 def num_threads(role: str, config: Config) -> int:

@@ -17,7 +17,6 @@ from accerl_mp.config import Config, ConfigError, resolve
 from accerl_mp.launcher.sweep import lock, sweep
 from accerl_mp.topology import RunPaths, visible_gpus
 
-_PRESETS = Path(__file__).parent.parent / "presets"
 _PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir")
 _DEMO_GAMES = Path("runs/demo_games")
 
@@ -29,7 +28,7 @@ def main(argv: list[str]) -> int:
         return 0
     answer, words = _split(argv)
     try:
-        if _is_demo(words):
+        if _plays_demo_games(words):
             _make_demo_games()
         config = _prepare(words)
     except ConfigError as error:
@@ -45,8 +44,9 @@ def _split(argv: list[str]) -> tuple[Path, list[str]]:
     return Path(argv[1]), argv[3:]
 
 
-def _is_demo(words: list[str]) -> bool:
-    return any(word.startswith("@") and Path(word[1:]).resolve() == _PRESETS / "demo.args" for word in words)
+def _plays_demo_games(words: list[str]) -> bool:
+    """Whether the flags, which parse, name the demo's own games."""
+    return Path(cli.parse(words, environ=os.environ).games.tw_game_dir or ".").resolve() == (_DEMO_GAMES / "train").resolve()
 
 
 def _make_demo_games() -> None:

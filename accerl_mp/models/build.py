@@ -146,6 +146,10 @@ def model_problems(config: Config, device: torch.device) -> list[str]:
     except (ValueError, OSError, ImportError) as error:
         return [f"--model-path {config.model.model_path}: {str(error).splitlines()[0]}"]
     problems = []
+    if config.algorithm.router_aux_loss_coef and "output_router_logits" not in signature(model.forward).parameters:
+        problems.append(
+            f"--router-aux-loss-coef {config.algorithm.router_aux_loss_coef}: {type(model).__name__} has no router to balance; leave it out"
+        )
     longest, window = getattr(model.config, "max_position_embeddings", None), config.games.tw_history_token_window
     if longest is not None and longest < max(window, config.inference.vllm_max_model_len or 0):
         problems.append(f"--tw-history-token-window {window} (or --vllm-max-model-len) is over the model's context of {longest} tokens")

@@ -40,6 +40,9 @@ CONDITIONS: dict[str, Callable[[Config], bool]] = {
     "varlen": lambda config: config.batch.train_packing == "varlen",
     "clip": lambda config: config.algorithm.clip_mode == "ppo",
     "kl": lambda config: config.algorithm.old_new_kl_coef > 0,
+    "ref": lambda config: config.algorithm.ref_kl_coef > 0,
+    "router": lambda config: config.algorithm.router_aux_loss_coef > 0,
+    "tis": lambda config: config.algorithm.recompute_old_logprobs,
     "reuse": lambda config: config.replay.max_sample_reuse != 1,
     "gpu": lambda config: config.run.placement != "cpu",
     "event": lambda config: False,
@@ -50,6 +53,13 @@ X_AXES = {"tokens": "Train/CumulativeGlobalValidResponseTokens", "samples": "Tra
 """Where a tag's x axis is not the optimizer step: the tag whose value it is."""
 
 _WINDOW = "over the last --metrics-window-size training episodes"
+
+
+def _by_length(name: str, source: str) -> tuple[Tag, ...]:
+    """Counters of `Replay/<name>` by the samples' length."""
+    meaning = "of Replay/{}, samples in quarter {} of --max-length by their tokens"
+    return tuple(Tag(f"Replay/{name}Quarter{n}", "samples", "sum", source, "event", meaning.format(name, n)) for n in range(1, 5))
+
 
 _ROWS: tuple[Tag, ...] = (
     # Games: the sliding window
@@ -112,6 +122,11 @@ _ROWS: tuple[Tag, ...] = (
     Tag("Replay/ExpiredTokensMean", "tokens", "mean", "trainer", "event", "length of those: above Rollout/EpisodeTokensMean: bias"),
     Tag("Replay/Evicted", "samples", "sum", "ingest", "event", "used samples that made room for new ones"),
     Tag("Replay/EvictedTokensMean", "tokens", "mean", "ingest", "event", "length of those"),
+    Tag("Replay/Reused", "samples", "sum", "trainer", "event", "samples trained that had been trained before"),
+    Tag("Replay/ReusedTokensMean", "tokens", "mean", "trainer", "event", "length of those"),
+    *_by_length("Expired", "trainer"),
+    *_by_length("Evicted", "ingest"),
+    *_by_length("Reused", "trainer"),
     Tag("Replay/Torn", "samples", "sum", "trainer", "event", "records that a writer left unfinished or changed while they were read"),
     # Trainer
     Tag("Train/Loss", "nats", "mean", "trainer", "always", "loss, mean over the round's optimizer steps, exact over ranks and packs"),
@@ -120,6 +135,7 @@ _ROWS: tuple[Tag, ...] = (
     Tag("Train/LearningRate", "-", "last", "trainer", "always", "learning rate of the round's last optimizer step"),
     Tag("Train/GradNorm", "-", "mean", "trainer", "always", "gradient norm before clipping"),
     Tag("Train/Entropy", "nats", "mean", "trainer", "always", "entropy of the policy at trained tokens"),
+    Tag("Train/RouterAuxLoss", "-", "mean", "trainer", "router", "router's load-balancing loss before its coefficient; even use: top-k"),
     Tag("Train/RatioMax", "-", "max", "trainer", "always", "largest new / old probability of a trained token"),
     Tag("Train/BadSteps", "steps", "sum", "trainer", "event", "optimizer steps skipped for a non-finite loss or gradient"),
     Tag("Train/TokensPerSec", "tokens/s", "rate", "trainer", "always", "trained tokens / wall time of the train segment, waiting included"),
@@ -141,8 +157,10 @@ _ROWS: tuple[Tag, ...] = (
     Tag("KL/OldNewK3TokenMean", "nats", "mean", "trainer", "always", "k3 of new_logprobs against old_logprobs, a trained token"),
     Tag("KL/OldNewK3SampleSumMean", "nats", "mean", "trainer", "always", "the same, summed over a sample's tokens"),
     Tag("KL/OldNewK3Loss", "nats", "mean", "trainer", "kl", "--old-new-kl-coef times KL/OldNewK3TokenMean, as in the loss"),
+    Tag("KL/RefK3TokenMean", "nats", "mean", "trainer", "ref", "k3 of the start model's logprobs against the new ones: KL from it"),
     Tag("KL/TrainerInferK3", "nats", "mean", "trainer", "event", "k3 where the token's version is the trainer's: kernels alone"),
     Tag("Clip/PPOClipFrac", "share", "ratio", "trainer", "clip", "trained tokens with new / old probability outside 1 +- --clip-eps"),
+    Tag("Clip/TisCapFrac", "share", "ratio", "trainer", "tis", "trained tokens whose weight --tis-cap cut"),
     # Inference and weight sync
     Tag("Infer/TokensPerSec", "tokens/s", "rate", "inference", "always", "tokens of completed requests / time between pushes, all engines"),
     Tag("Infer/RequestsPerSec", "requests/s", "rate", "inference", "event", "completed requests a second, all engines"),

@@ -8,19 +8,17 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from accerl_mp.models.build import check_logits_to_keep, compute_dtype, load_model, load_weights
-from accerl_mp.models.fsdp import compile_layers, fits_unsharded, shard
+from accerl_mp.models.build import compute_dtype
 from accerl_mp.timing import Timer
 from accerl_mp.trainer.checkpoint import export, export_folder, trainer_state
 from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.probe import forced_logprobs
-from accerl_mp.trainer.ranks import Ranks
+from accerl_mp.trainer.ranks import Ranks, prepare_torch
+from accerl_mp.trainer.recording import RecordedStep, Recorder
 from accerl_mp.trainer.replay import Replay, StepSamples
+from accerl_mp.trainer.sharded import Reference, build_sharded
 from accerl_mp.trainer.step import LocalTotals, Stepper
 from accerl_mp.transport.channels import MetricsSender
 from accerl_mp.transport.errors import Closed
@@ -37,11 +35,9 @@ _log = logging.getLogger(__name__)
 def run_trainer(process: Process) -> None:
     """One rank, from joining the others to its last export. Returns at the normal end; Closed if the run is asked to stop."""
     config = process.config
-    on_gpu = config.run.placement != "cpu"
-    if not on_gpu:
-        torch.set_num_threads(1)  # a rank a core; vLLM has the others
-    torch.manual_seed(config.run.seed)
-    ranks = Ranks.join(rank=process.index, size=config.run.fsdp_world_size or 1, on_gpu=on_gpu, health=process.health)
+    prepare_torch(config)
+    size, on_gpu = config.run.fsdp_world_size or 1, config.run.placement != "cpu"
+    ranks = Ranks.join(rank=process.index, size=size, on_gpu=on_gpu, health=process.health)
     with ExitStack() as stack:
         stack.callback(ranks.leave)
         trainer = Trainer(process, ranks, stack)
@@ -58,10 +54,13 @@ class Trainer:
     def __init__(self, process: Process, ranks: Ranks, stack: ExitStack) -> None:
         self._process, self._ranks, self._config = process, ranks, process.config
         self._dtype = compute_dtype(self._config, ranks.device)
-        self._model, unsharded = build_sharded(process, ranks, self._dtype)
-        self._stepper = Stepper(self._model, self._config, ranks, unsharded=unsharded)
+        self._model, unsharded = build_sharded(self._config, ranks, self._dtype)
+        reference = Reference.if_wanted(self._config, ranks, self._dtype)
+        self._stepper = Stepper(self._model, self._config, ranks, unsharded=unsharded, reference=reference)
         ring = stack.enter_context(attach_ring(process, ranks.rank))
         self._replay = Replay(ring, self._config, rank=ranks.rank)
+        is_recorded = self._config.run.record_samples
+        self._recorder = Recorder(process.paths.samples, self._config, rank=ranks.rank) if is_recorded else None
         self._sender = MetricsSender(process.paths, process.name)
         stack.callback(self._sender.close)
         self._metrics, self._timer = RoundMetrics(self._config, ranks), Timer()
@@ -132,6 +131,8 @@ class Trainer:
         taken, self._next = self._next, None
         assert taken is not None
         self._replay.commit(taken, self._trained_version)
+        if self._recorder:
+            self._recorder.add(self._step, RecordedStep(taken.micro_batches, self._on_policy_version()))
         result = self._stepper.run(taken.micro_batches, totals, step=self._step, version=self._on_policy_version())
         self._timer.add("compute", result.compute_seconds)
         self._timer.add("update", result.update_seconds)
@@ -259,31 +260,6 @@ class Trainer:
         state = trainer_state(self._config, optimizer_step=self._step, round_number=self._round, policy_version=self._version)
         with self._timer.phase("export"):
             export(self._model, folder, self._config, dtype=self._dtype, rank=self._ranks.rank, state=state)
-
-
-def build_sharded(process: Process, ranks: Ranks, dtype: torch.dtype) -> tuple[torch.nn.Module, bool]:
-    """(the model with its weights, whether whole parameters fit for the length of a step)."""
-    config, device = process.config, ranks.device
-    started = time.perf_counter()
-    model = load_model(config, device, meta=True)
-    unsharded = fits_unsharded(model, compute_dtype=dtype, device=device)
-    if config.model.compile == "on":
-        compile_layers(model)
-    shard(model, compute_dtype=dtype, device=device, unsharded=unsharded)
-    load_weights(model, Path(config.model.model_path), device, trust_remote_code=config.model.trust_remote_code)
-    if config.batch.train_logprob_mode == "response_only_lm_head":
-        check_logits_to_keep(model, device)
-    count, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True))
-    _log.info(
-        "model ready in %.1f s: %.2f M parameters, %.2f M of them trained (--train-mode %s), %s compute, attention %s",
-        time.perf_counter() - started,
-        count / 1e6,
-        trained / 1e6,
-        config.model.train_mode,
-        dtype,
-        model.config._attn_implementation,
-    )
-    return model, unsharded
 
 
 def attach_ring(process: Process, rank: int) -> RingReader:

@@ -10,17 +10,21 @@ from collections.abc import Mapping
 import torch
 
 from accerl_mp.config import Config
-from accerl_mp.samples import RLSample
+from accerl_mp.samples import RLSample, count_quarters
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import ReplayCounts
-from accerl_mp.trainer.step import StepResult
+from accerl_mp.trainer.step import SUMS, StepResult
 
 Triple = tuple[float, float, float]
 
+BY_LENGTH = ("expired", "reused")
+"""Samples that are counted by their length, so that a bias against long episodes shows."""
+QUARTERS = tuple(f"_quarter{number}" for number in range(1, 5))
 ADDED = (
-    *("loss", "policy_loss", "k3", "entropy", "num_clipped", "num_tokens", "on_policy_k3", "num_on_policy"),
+    *SUMS,
     *("num_samples", "returns", "pack_tokens", "pack_samples", "pack_longest", "pack_seconds", "num_packs"),
-    *("fetched", "valid", "invalid", "consumed", "torn", "expired", "expired_tokens", "uses", "lag_newest", "lag_oldest"),
+    *("fetched", "valid", "invalid", "consumed", "torn", "uses", "lag_newest", "lag_oldest"),
+    *(f"{reason}{part}" for reason in BY_LENGTH for part in ("", "_tokens", *QUARTERS)),
 )
 """Summed over ranks at the end of a round."""
 LARGEST = ("ratio", "lag_oldest", "memory_gib")
@@ -57,8 +61,13 @@ class RoundMetrics:
 
     def add_replay(self, counts: ReplayCounts) -> None:
         """What the ring gave since the last round."""
-        for name in ("fetched", "valid", "invalid", "consumed", "torn", "expired", "expired_tokens", "uses"):
+        for name in ("fetched", "valid", "invalid", "consumed", "torn", "uses"):
             self._sums[name] += getattr(counts, name)
+        for reason, lengths in zip(BY_LENGTH, (counts.expired_lengths, counts.reused_lengths), strict=True):
+            self._sums[reason] += len(lengths)
+            self._sums[f"{reason}_tokens"] += sum(lengths)
+            for quarter, number in zip(QUARTERS, count_quarters(lengths, self._config.batch.max_length), strict=True):
+                self._sums[f"{reason}{quarter}"] += number
         self._sums["lag_newest"] += sum(counts.lags_newest)
         self._sums["lag_oldest"] += sum(counts.lags_oldest)
         self._largest["lag_oldest"] = max([self._largest["lag_oldest"], *counts.lags_oldest])
@@ -97,16 +106,25 @@ class RoundMetrics:
             "Train/LossMeanAcrossRanks": _mean(sums["loss"], good),
             "Train/PolicyLossTokenMean": _mean(sums["policy_loss"], tokens),
             "Train/Entropy": _mean(sums["entropy"], tokens),
+            "Train/RouterAuxLoss": _mean(sums["balance"], tokens),
             "Train/GradNorm": (sum(self._grad_norms), good, max(self._grad_norms, default=0.0)),
             "Train/RatioMax": (largest["ratio"], 1, largest["ratio"]),
             "KL/OldNewK3TokenMean": _mean(sums["k3"], tokens),
             "KL/OldNewK3SampleSumMean": _mean(sums["k3"], sums["num_samples"]),
             "KL/OldNewK3Loss": _mean(algorithm.old_new_kl_coef * sums["k3"], tokens),
+            "KL/RefK3TokenMean": _mean(sums["ref_k3"], tokens),
             "KL/TrainerInferK3": _mean(sums["on_policy_k3"], sums["num_on_policy"]),
             "Clip/PPOClipFrac": _mean(sums["num_clipped"], tokens),
+            "Clip/TisCapFrac": _mean(sums["num_capped"], tokens),
         }
         if algorithm.clip_mode != "ppo":
             del values["Clip/PPOClipFrac"]
+        if algorithm.router_aux_loss_coef == 0:
+            del values["Train/RouterAuxLoss"]
+        if algorithm.ref_kl_coef == 0:
+            del values["KL/RefK3TokenMean"]
+        if not algorithm.recompute_old_logprobs:
+            del values["Clip/TisCapFrac"]
         if algorithm.old_new_kl_coef == 0:
             del values["KL/OldNewK3Loss"]
         values = {tag: value for tag, value in values.items() if value[1] > 0}
@@ -144,9 +162,11 @@ class RoundMetrics:
         }
         if self._config.replay.max_sample_reuse != 1:
             values["Replay/SampleUsesMean"] = _mean(sums["uses"], sums["consumed"])
-        if sums["expired"]:
-            values["Replay/Expired"] = _total(sums["expired"])
-            values["Replay/ExpiredTokensMean"] = _mean(sums["expired_tokens"], sums["expired"])
+        for reason in BY_LENGTH:
+            if sums[reason]:
+                tag = f"Replay/{reason.capitalize()}"
+                values |= {tag: _total(sums[reason]), f"{tag}TokensMean": _mean(sums[f"{reason}_tokens"], sums[reason])}
+                values |= {f"{tag}Quarter{n}": _total(sums[f"{reason}_quarter{n}"]) for n in range(1, 5)}
         if sums["torn"]:
             values["Replay/Torn"] = _total(sums["torn"])
         return values

@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from accerl_mp.config import Config
 from accerl_mp.transport.errors import Closed, PeerLost
 from accerl_mp.transport.health import Health, Wait
 
@@ -18,6 +19,14 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Of FSDP's collectives. Waiting for samples happens outside them; an export by rank 0 is the longest thing inside."""
 
 _log = logging.getLogger(__name__)
+
+
+def prepare_torch(config: Config) -> None:
+    """Threads, seed and `--deterministic` of a rank, before anything is computed."""
+    if config.run.placement == "cpu":
+        torch.set_num_threads(1)  # a rank a core; vLLM has the others
+    torch.manual_seed(config.run.seed)
+    torch.use_deterministic_algorithms(config.run.deterministic)
 
 
 class Ranks:

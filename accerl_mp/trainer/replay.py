@@ -43,9 +43,11 @@ class ReplayCounts:
     invalid: int = 0
     consumed: int = 0
     torn: int = 0
-    expired: int = 0
-    expired_tokens: int = 0
     uses: int = 0
+    expired_lengths: list[int] = field(default_factory=list)
+    """Tokens of each expired sample."""
+    reused_lengths: list[int] = field(default_factory=list)
+    """Tokens of each trained sample that had been trained before."""
     lags_oldest: list[int] = field(default_factory=list)
     lags_newest: list[int] = field(default_factory=list)
 
@@ -88,6 +90,8 @@ class Replay:
             if limit and uses >= limit:
                 self._ring.release(record, "trained")
             self._counts.uses += uses
+            if uses > 1:
+                self._counts.reused_lengths.append(record.num_tokens)
             self._counts.lags_oldest.append(max(0, version - record.oldest_version))
             self._counts.lags_newest.append(max(0, version - record.newest_version))
         self._counts.consumed += len(taken.records)
@@ -121,8 +125,7 @@ class Replay:
         for record in records:
             if record.group_first in expired:
                 self._ring.release(record, "expired")
-                self._counts.expired += 1
-                self._counts.expired_tokens += record.num_tokens
+                self._counts.expired_lengths.append(record.num_tokens)
         return [record for record in records if record.group_first not in expired] if expired else records
 
     def _choose(self, records: list[ReadySample]) -> list[list[ReadySample]] | None:

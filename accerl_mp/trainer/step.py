@@ -13,18 +13,31 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from accerl_mp.algorithms.logprobs import token_logprobs
 from accerl_mp.algorithms.losses import StepTotals, normalised_advantages, token_losses, token_weights, weighted_loss
 from accerl_mp.config import Config
 from accerl_mp.models.fsdp import reshard, set_last_micro_batch
 from accerl_mp.samples import RLSample
 from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
+from accerl_mp.trainer.forward import micro_batch_forward
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.schedule import learning_rate
+from accerl_mp.trainer.sharded import Reference
 
 _log = logging.getLogger(__name__)
 
-SUMS = ("loss", "policy_loss", "k3", "entropy", "num_clipped", "num_tokens", "on_policy_k3", "num_on_policy")
+SUMS = (
+    "loss",
+    "policy_loss",
+    "k3",
+    "entropy",
+    "num_clipped",
+    "num_capped",
+    "ref_k3",
+    "balance",
+    "num_tokens",
+    "on_policy_k3",
+    "num_on_policy",
+)
 """Of a rank's step, added up on the device; `loss` is the rank's share of the step's loss, the others sums over its tokens."""
 
 
@@ -79,9 +92,9 @@ class PackShape:
 class Stepper:
     """Owns the optimizer. `run` is collective: every rank calls it with as many micro-batches."""
 
-    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, *, unsharded: bool) -> None:
+    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, *, unsharded: bool, reference: Reference | None = None) -> None:
         self._model, self._config, self._ranks = model, config, ranks
-        self._unsharded = unsharded
+        self._unsharded, self._reference = unsharded, reference
         reshard(model)  # after a forward without backward `parameters()` would give the whole ones
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(model, config, ranks.device)
@@ -96,10 +109,11 @@ class Stepper:
         device = self._ranks.device
         sums, ratio_max = torch.zeros(len(SUMS), device=device), torch.zeros((), device=device)
         shapes = []
+        references = self._reference.logprobs(micro_batches) if self._reference else [None] * len(micro_batches)
         for index, samples in enumerate(micro_batches):
             batch, shape = self._build(samples, version)
             set_last_micro_batch(self._model, index == len(micro_batches) - 1, unsharded=self._unsharded)
-            batch_sums, batch_ratio = self._backward(batch, totals)
+            batch_sums, batch_ratio = self._backward(batch, totals, references[index])
             sums += batch_sums
             ratio_max = torch.maximum(ratio_max, batch_ratio)
             shapes.append(shape)
@@ -127,10 +141,11 @@ class Stepper:
         shape = PackShape(sum(batch.lengths), len(batch.lengths), max(batch.lengths), time.perf_counter() - started)
         return moved, shape
 
-    def _backward(self, batch: MicroBatch, totals: LocalTotals) -> tuple[Tensor, Tensor]:
+    def _backward(self, batch: MicroBatch, totals: LocalTotals, reference: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the micro-batch's gradients. Returns its SUMS and the largest ratio, on the device."""
         config = self._config.algorithm
-        logprobs, entropy = micro_batch_logprobs(self._model, batch, self._config)
+        forward = micro_batch_forward(self._model, batch, self._config, with_balance=config.router_aux_loss_coef > 0)
+        logprobs, balance = forward.logprobs, forward.balance
         advantages = batch.advantages
         if config.ppo_normalize_advantages:
             advantages = normalised_advantages(
@@ -140,15 +155,29 @@ class Stepper:
                 count=totals.num_tokens,
                 eps=config.ppo_adv_norm_eps,
             )
-        losses = token_losses(logprobs, batch.old_logprobs, advantages, batch.sequence_ids, config)
+        # The weights stand still until the step's one update, so the logprobs of this forward *are* those of the step's start.
+        proximal = logprobs.detach() if config.recompute_old_logprobs else None
+        losses = token_losses(
+            logprobs,
+            batch.old_logprobs,
+            advantages,
+            batch.sequence_ids,
+            config,
+            proximal_logprobs=proximal,
+            reference_logprobs=None if reference is None else reference.to(logprobs.device),
+        )
         step_totals = StepTotals(totals.num_tokens, totals.num_samples)
         weights = token_weights(batch.sequence_lengths, batch.sequence_ids, step_totals, aggregation=config.loss_aggregation)
-        loss = weighted_loss(losses, weights, kl_coef=config.old_new_kl_coef)
+        loss = weighted_loss(losses, weights, kl_coef=config.old_new_kl_coef, ref_kl_coef=config.ref_kl_coef)
+        if balance is not None:  # a mean over the step's micro-batches, by their trained tokens
+            loss = loss + config.router_aux_loss_coef * balance * len(logprobs) / max(totals.num_tokens, 1.0)
         loss.backward()
         with torch.no_grad():
             ratio, k3 = losses.d.exp(), losses.k3.detach()
             is_clipped = ((ratio - 1).abs() > config.clip_eps).float()
-            parts = [-losses.objective.detach(), k3, entropy, is_clipped, torch.ones_like(k3), k3 * batch.is_on_policy, batch.is_on_policy]
+            parts = [-losses.objective.detach(), k3, forward.entropy, is_clipped, losses.is_capped, losses.ref_k3.detach()]
+            parts.append(torch.zeros_like(k3) if balance is None else balance.detach().expand_as(k3))
+            parts += [torch.ones_like(k3), k3 * batch.is_on_policy, batch.is_on_policy]
             sums = torch.cat([loss.detach()[None], torch.stack(parts).sum(1)])
             return sums, ratio.max()
 
@@ -189,17 +218,6 @@ class Stepper:
             max_steps=settings.max_steps,
             min_lr_ratio=settings.min_lr_ratio,
         )
-
-
-def micro_batch_logprobs(model: nn.Module, batch: MicroBatch, config: Config) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy) of each trained token under the sampling temperature, each [R] float32."""
-    arguments = batch.segments.forward_arguments(model.config._attn_implementation) if batch.segments else {}
-    only_needed = config.batch.train_logprob_mode == "response_only_lm_head" and batch.is_packed
-    if only_needed:
-        arguments["logits_to_keep"] = batch.prediction_indices
-    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments).logits
-    rows = logits[0] if only_needed else logits.flatten(0, 1)[batch.prediction_indices]
-    return token_logprobs(rows, batch.targets, temperature=config.inference.infer_temperature)
 
 
 def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:

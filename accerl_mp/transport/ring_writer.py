@@ -24,6 +24,8 @@ class RingWriter(RingView):
         super().__init__(memory)
         memory.lock(0)
         self.evict_used = evict_used
+        self.evicted_lengths: list[int] = []
+        """Tokens of each sample that this writer evicted; whoever reports them clears the list."""
         self._pages: dict[int, list[int]] = {}
         """Slot: its pages, for every slot that is taken."""
         self._recover()
@@ -90,7 +92,9 @@ class RingWriter(RingView):
         oldest = min((some - set(rows[~is_used, at.GROUP_FIRST].tolist())) or some)
         in_group = rows[:, at.GROUP_FIRST] == oldest
         self._evict(slots[in_group].tolist())
-        self._count("evicted", int(in_group.sum()), int(rows[in_group, at.TOKENS].sum()))
+        lengths = rows[in_group, at.TOKENS].tolist()
+        self.evicted_lengths += lengths
+        self._count("evicted", len(lengths), sum(lengths))
         return True
 
     def _evict(self, slots: list[int]) -> None:

@@ -1,0 +1,8 @@
+"""The trainer alone, on recorded samples: `torchrun --nproc-per-node 2 -m accerl_mp.trainer --replay-samples RUN/samples`."""
+
+import sys
+
+from accerl_mp.trainer.replayed import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
