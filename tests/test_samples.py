@@ -1,0 +1,100 @@
+"""The RLSample contract: every equality, each broken once, is named by its field."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from accerl_mp.samples import ARRAY_FIELDS, RLSample, SampleError
+
+
+def good() -> RLSample:
+    """The example of RLSample's docstring: a prompt of 3, a reply of 2, 1 token of the next prompt."""
+    arrays = {
+        "input_ids": [5, 6, 7, 40, 41, 8],
+        "attention_mask": [1] * 6,
+        "labels": [-100, -100, -100, 40, 41, -100],
+        "old_logprobs": [0, 0, 0, -0.3, -1.2, 0],
+        "token_rewards": [0, 0, 0, 0, 1, 0],
+        "token_advantages": [0, 0, 0, 0.5, 0.5, 0],
+        "response_indices": [-1, -1, -1, 0, 0, -1],
+        "response_ids": [40, 41],
+        "output_versions": [3, 4],
+    }
+    return RLSample(algorithm="grpo", **{name: np.array(values, ARRAY_FIELDS[name]) for name, values in arrays.items()})
+
+
+def changed(name: str, index: int, value: float) -> Callable[[RLSample], None]:
+    def change(sample: RLSample) -> None:
+        getattr(sample, name)[index] = value
+
+    return change
+
+
+def replaced(name: str, value: object) -> Callable[[RLSample], None]:
+    return lambda sample: setattr(sample, name, value)
+
+
+def test_the_example_is_valid() -> None:
+    sample = good().validate()
+    assert (len(sample), sample.num_trained) == (6, 2)
+
+
+@pytest.mark.parametrize("name", [name for name in ARRAY_FIELDS if name != "input_ids"])
+@pytest.mark.parametrize("cut", [slice(None, -1), slice(None, 0)])
+def test_every_length_must_fit(name: str, cut: slice) -> None:
+    sample = good()
+    setattr(sample, name, getattr(sample, name)[cut])
+    with pytest.raises(SampleError) as error:
+        sample.validate()
+    assert error.value.field == name
+    assert str(error.value.got) in str(error.value)
+
+
+@pytest.mark.parametrize("name", ARRAY_FIELDS)
+def test_every_dtype_and_shape_must_fit(name: str) -> None:
+    for wrong in (getattr(good(), name).astype(np.float64), getattr(good(), name)[None], getattr(good(), name).tolist()):
+        sample = good()
+        setattr(sample, name, wrong)
+        with pytest.raises(SampleError) as error:
+            sample.validate()
+        assert error.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("labels", changed("labels", 3, 39)),
+        ("labels", changed("labels", 0, 5)),
+        ("attention_mask", changed("attention_mask", 2, 0)),
+        ("response_ids", changed("response_ids", 0, 39)),
+        ("response_ids", changed("labels", 3, -100)),
+        ("response_indices", changed("response_indices", 4, -1)),
+        ("response_indices", changed("response_indices", 5, 0)),
+        ("output_versions", changed("output_versions", 0, -1)),
+        ("old_logprobs", changed("old_logprobs", 3, -np.inf)),
+        ("old_logprobs", changed("old_logprobs", 3, np.nan)),
+        ("old_logprobs", changed("old_logprobs", 3, 0.5)),
+        ("old_logprobs", changed("old_logprobs", 5, -0.5)),
+        ("token_rewards", changed("token_rewards", 4, np.inf)),
+        ("token_rewards", changed("token_rewards", 0, 1)),
+        ("token_advantages", changed("token_advantages", 3, np.nan)),
+        ("token_advantages", changed("token_advantages", 5, 1)),
+        ("advantage", replaced("advantage", float("nan"))),
+        ("reward", replaced("reward", float("inf"))),
+        ("episode_return", replaced("episode_return", float("nan"))),
+    ],
+)
+def test_each_rule_names_its_field(field: str, change: Callable[[RLSample], None]) -> None:
+    sample = good()
+    change(sample)
+    with pytest.raises(SampleError) as error:
+        sample.validate()
+    assert error.value.field == field
+
+
+def test_a_sample_that_trains_nothing_is_refused() -> None:
+    sample = good()
+    sample.labels[:] = -100
+    with pytest.raises(SampleError, match="at least 1 trained token"):
+        sample.validate()
