@@ -2,6 +2,7 @@
 
 import glob
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ import psutil
 import pytest
 
 from accerl_mp.topology import RunPaths
+
+# A shell ignores SIGINT in what it starts in the background, and every process of a test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -195,7 +195,8 @@ if __name__ == "__main__":
     script = folder.parent / "greedy.py"
     script.write_text(code)
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment = os.environ | quiet | {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
+    quiet |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    environment = os.environ | quiet
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=180, check=False)
     answers = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
     assert answers, done.stdout[-2000:] + done.stderr[-2000:]
@@ -227,8 +228,8 @@ def test_a_run_that_is_asked_to_end_exports_and_leaves_nothing(start: Callable[.
         assert run.process.poll() is None, run.logs()
         assert time.monotonic() < deadline, run.logs()
         time.sleep(0.5)
-    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGTERM)  # SIGINT may be ignored: a shell starts what it puts in the background that way
     output, _ = run.process.communicate(timeout=90)
-    assert run.process.returncode == 130, output
+    assert run.process.returncode == 143, output
     assert (run.folder / "checkpoints/latest/model.safetensors").exists()
     assert not [path for path in Path("/dev/shm").iterdir() if run.paths.run_id in path.name]
