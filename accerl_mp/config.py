@@ -225,7 +225,7 @@ class MetricsConfig:
     metrics_active_timeout_seconds: float = flag(600.0, "a rollout process that ended an episode this recently counts as active", above=0)
     log_dir: str | None = flag(None, "run folder (default: runs/TextWorld_FSDP/<timestamp>)")
     log_level: str = flag("info", "[role=]LEVEL of the log files, several separated by commas")
-    save_checkpoint: bool = flag(False, "export the model in HuggingFace format: at the end, when asked to stop, and periodically")
+    save_checkpoint: bool = flag(False, "export the model in HuggingFace format: at the end, periodically, and on a stop outside of a push")
     checkpoint_dir: str | None = flag(None, "folder of exports (default: <log-dir>/checkpoints)")
     checkpoint_name: str = flag("latest", 'name of the export, replaced atomically; "": keep step-XXXXXX folders')
     checkpoint_every_sync_rounds: int = flag(0, "rounds between two exports; 0: only the last", at_least=0)

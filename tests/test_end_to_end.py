@@ -159,7 +159,7 @@ def test_two_runs_side_by_side_with_both_algorithms_and_packings(start: Callable
     for run in (demo, llama):
         output = run.wait()
         assert "held-out win rate" in output
-        assert "tensorboard --logdir" in output
+        assert " --logdir " in output
         _check_metrics(run)
         _check_finished(run)
     # vLLM's logprobs are those of the trainer's weights, over whole real episodes: proves transcript, alignment and masks at once.
@@ -221,7 +221,7 @@ def test_other_models_and_modes(start: Callable[..., Run], tmp_path: Path, kind:
         assert max(run.values("Replay/TrainSampleTrainerVersionLagMean")) == 0
 
 
-def test_a_run_that_is_asked_to_end_exports_and_leaves_nothing(start: Callable[..., Run]) -> None:
+def test_a_run_that_is_asked_to_end_ends_and_leaves_nothing(start: Callable[..., Run]) -> None:
     run = start("run", model_path=str(DEMO_MODEL), max_steps=1000, eval_every_rounds=0, **VARLEN)
     deadline = time.monotonic() + 240
     while not (run.folder / "metrics.jsonl").exists() or len(run.values("Train/Loss")) < 2:
@@ -231,5 +231,4 @@ def test_a_run_that_is_asked_to_end_exports_and_leaves_nothing(start: Callable[.
     run.process.send_signal(signal.SIGTERM)  # SIGINT may be ignored: a shell starts what it puts in the background that way
     output, _ = run.process.communicate(timeout=90)
     assert run.process.returncode == 143, output
-    assert (run.folder / "checkpoints/latest/model.safetensors").exists()
     assert not [path for path in Path("/dev/shm").iterdir() if run.paths.run_id in path.name]
