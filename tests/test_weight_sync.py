@@ -36,6 +36,7 @@ from accerl_mp.models.names import iter_weights, manifest
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import DeadlineExpired, PeerLost
 from accerl_mp.transport.health import Health
+from accerl_mp.transport.process import exit_now
 from accerl_mp.weight_sync import patience, sender
 from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, join_group, open_store
 from accerl_mp.weight_sync.layout import checksum, iter_messages, plan_layout
@@ -407,3 +408,4 @@ def _run_rank(rank: int, run_dir: Path, store: Path) -> None:
         assert report.version == version
     sync.close()
     dist.destroy_process_group()
+    exit_now(0)

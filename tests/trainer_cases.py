@@ -20,6 +20,7 @@ from accerl_mp.trainer.replay import Replay
 from accerl_mp.trainer.sharded import Reference
 from accerl_mp.trainer.step import LocalTotals, Stepper
 from accerl_mp.transport.health import Health
+from accerl_mp.transport.process import exit_now
 from accerl_mp.transport.ring import SharedRing
 
 CPU = torch.device("cpu")
@@ -164,7 +165,11 @@ def _start_rank(rank: int, size: int, port: int, work: Callable[..., None], argu
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    work(rank, *arguments)
+    try:
+        work(rank, *arguments)
+    except SystemExit as end:  # run_process
+        exit_now(int(end.code or 0))
+    exit_now(0)
 
 
 def _join_and(rank: int, work: Callable[..., None], *arguments: Any) -> None:
