@@ -1,7 +1,7 @@
 """The LM head in chunks: the values and gradients of whole logits, at a peak of memory that the chunk bounds, not tokens x vocabulary."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def test_chunks_have_the_values_and_gradients_of_whole_logits(family: str, layou
 
 
 @pytest.fixture
-def scaling(tmp_path: Path) -> Iterator[torch.nn.Module]:
+def scaling(tmp_path: Path) -> torch.nn.Module:
     """A model that does something to its logits that nobody here knows of."""
     tiny.save_tiny(tmp_path)
     model = load_model(config_for(tmp_path), CPU)
@@ -131,7 +131,7 @@ def scaling(tmp_path: Path) -> Iterator[torch.nn.Module]:
         return output
 
     model.forward = forward  # type: ignore[method-assign,assignment]
-    yield model
+    return model
 
 
 def test_a_head_that_is_more_than_a_matrix_stays_whole(scaling: torch.nn.Module, tmp_path: Path) -> None:
