@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from accerl_mp.algorithms.losses import StepTotals, normalised_advantages, token_losses, token_weights, weighted_loss
 from accerl_mp.config import Config
 from accerl_mp.models.fsdp import reshard, set_last_micro_batch
-from accerl_mp.samples import RLSample
+from accerl_mp.samples import UNTRAINED, RLSample
 from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
 from accerl_mp.trainer.forward import micro_batch_forward
 from accerl_mp.trainer.prefetch import built_ahead
@@ -59,7 +59,7 @@ class LocalTotals:
 
     @classmethod
     def of(cls, samples: list[RLSample]) -> "LocalTotals":
-        advantages = [sample.token_advantages.astype("float64") for sample in samples]  # 0 where untrained
+        advantages = [sample.token_advantages[sample.labels != UNTRAINED].astype("float64") for sample in samples]
         squares = sum(float((values * values).sum()) for values in advantages)
         num_tokens = sum(sample.num_trained for sample in samples)
         return cls(num_tokens, len(samples), sum(float(values.sum()) for values in advantages), squares)
