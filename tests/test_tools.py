@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -162,35 +160,6 @@ def test_warm_start_lowers_the_loss_and_saves_a_model(model_dir: Path, tmp_path:
     assert "lm_head.weight" not in saved
     assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) < 4 << 20
     load_chat(tmp_path / "out")
-
-
-def test_smoke_training_runs_on_one_rank_and_on_two(model_dir: Path) -> None:
-    flags = ["--model-path", str(model_dir), "--max-steps", "2", "--grad-accum-steps", "1", "--train-mode", "full"]
-    flags += ["--learning-rate", "1e-2", "--device", "cpu"]
-    one = _sft_losses([*flags, "--batch-size", "4"])
-    two = _sft_losses([*flags, "--batch-size", "2", "--use-fsdp", "--fsdp-world-size", "2"])
-    assert len(one) == len(two) == 2
-    assert two[1] < two[0]
-
-
-def _sft_losses(flags: list[str]) -> list[float]:
-    done = subprocess.run([sys.executable, "-m", "accerl_mp.tools.sft", *flags], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
-
-
-def test_every_flag_of_the_references_local_trainer() -> None:
-    flags = "--model-path m --device cpu --dtype float32 --train-mode full --max-length 64 --batch-size 2 --max-steps 3"
-    flags += " --learning-rate 1e-4 --weight-decay 0.1 --grad-accum-steps 2 --dataset-repeat 1 --log-every 2 --seed 3"
-    flags += " --trust-remote-code --gradient-checkpointing --use-fsdp --fsdp-world-size 2 --fsdp-master-addr 127.0.0.1"
-    flags += " --fsdp-master-port 29511"
-    args = sft.parse_args(flags.split())
-    assert (args.dataset_repeat, args.fsdp_master_port, args.gradient_checkpointing) == (1, 29511, True)
-    defaults = sft.parse_args(["--model-path", "m"])
-    assert (defaults.train_mode, defaults.max_length, defaults.batch_size, defaults.max_steps) == ("lm_head", 128, 2, 1000)
-    assert (defaults.learning_rate, defaults.weight_decay, defaults.grad_accum_steps, defaults.seed) == (1e-5, 0.0, 2, 42)
-    with pytest.raises(SystemExit):
-        sft.parse_args(["--model-path", "m", "--batch-size", "0"])
 
 
 def test_row_cache_gives_the_logits_of_whole_rows(model_dir: Path) -> None:

@@ -153,6 +153,29 @@ def test_stale_samples_are_weighted_and_capped(shift: float, factor: float, fold
         torch.testing.assert_close(stale[name], factor * grad, atol=1e-6, rtol=1e-3, msg=name)
 
 
+def test_mismatch_of_kernels_and_staleness_are_two_metrics(folder: Path, ranks: Ranks) -> None:
+    """KL/TrainerInferK3 over tokens of the trainer's own version alone; KL/OldNewK3TokenMean over all. Shifts of 0.01 and 0.5 nats."""
+    samples = _with_own_logprobs(folder, made_samples(6, seed=8), 0.01)
+    for sample in samples[3:]:
+        sample.output_versions[:] = 4
+        sample.old_logprobs[sample.labels != -100] -= 0.49
+    for sample in samples[:3]:
+        sample.output_versions[:] = 5
+    fresh, stale = (sum(sample.num_trained for sample in part) for part in (samples[:3], samples[3:]))
+    config = config_for(folder)
+    stepper, metrics = Stepper(load_model(config, CPU), config, ranks, unsharded=True), RoundMetrics(config, ranks)
+    result = stepper.run([samples[:4], samples[4:]], LocalTotals.of(samples), step=0, version=5)
+    metrics.add_step(result, samples, choose_seconds=0.0)
+    values = metrics.close_round()
+    near, far = (math.expm1(d) - d for d in (0.01, 0.5))
+    for tag, expected, count in (
+        ("KL/TrainerInferK3", near, fresh),
+        ("KL/OldNewK3TokenMean", (near * fresh + far * stale) / (fresh + stale), fresh + stale),
+    ):
+        assert values[tag][0] / values[tag][1] == pytest.approx(expected, rel=1e-2)
+        assert values[tag][1] == count
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_start_model_pulls_with_k3_of_its_own_logprobs(layout: dict[str, Any], folder: Path, ranks: Ranks) -> None:
     """Nothing in the first step, where both models are the same; in the second as computed by hand from both, in float64."""

@@ -15,6 +15,7 @@ from accerl_mp.config import Config
 from accerl_mp.models.build import compute_dtype, load_model, load_weights
 from accerl_mp.models.fsdp import fits_unsharded, shard
 from accerl_mp.samples import RLSample
+from accerl_mp.trainer.head import chunk_head
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import Replay
 from accerl_mp.trainer.sharded import Reference
@@ -92,6 +93,7 @@ def sharded_model(config: Config) -> torch.nn.Module:
     dtype = compute_dtype(config, CPU)
     shard(model, compute_dtype=dtype, device=CPU, unsharded=fits_unsharded(model, compute_dtype=dtype, device=CPU))
     load_weights(model, Path(config.model.model_path), CPU)
+    assert chunk_head(model, CPU)
     return model
 
 

@@ -41,6 +41,7 @@ class ReplayCounts:
     fetched: int = 0
     valid: int = 0
     invalid: int = 0
+    """Refused, or of a group with a member that was refused or damaged."""
     consumed: int = 0
     torn: int = 0
     uses: int = 0
@@ -71,9 +72,11 @@ class Replay:
         chosen = self._choose(self._usable(version))
         while chosen is not None:
             micro_batches = [[(record, self._read(record)) for record in records] for records in chosen]
-            if all(sample is not None for batch in micro_batches for _, sample in batch):
+            broken = {record.group_first for batch in micro_batches for record, sample in batch if sample is None}
+            if not broken:
                 break
-            chosen = self._choose(self._usable(version))  # without those that could not be read
+            self._drop(broken)
+            chosen = self._choose(self._usable(version))
         if chosen is None:
             return None
         self._ring.num_wanted = 0
@@ -178,6 +181,13 @@ class Replay:
             return
         group_bytes = group_size * sample_bytes_bound(self._config.batch.max_length)
         self._is_full = ring.capacity - len(live) < group_size or ring.free_bytes < group_bytes
+
+    def _drop(self, groups: set[int]) -> None:
+        """What is left of groups that lost a member: relative to the whole group, the advantages of the rest are biased."""
+        for record in self._ring.ready():
+            if record.group_first in groups:
+                self._ring.release(record, "refused")
+                self._counts.invalid += 1
 
     def _read(self, record: ReadySample) -> RLSample | None:
         """A checked copy; None if the record is gone, damaged or not for this trainer (then it is released)."""

@@ -7,7 +7,9 @@ micro-batch's loss is already its share of the step's mean and gradients are onl
 import logging
 import math
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from accerl_mp.algorithms.losses import StepTotals, normalised_advantages, token_losses, token_weights, weighted_loss
 from accerl_mp.config import Config
 from accerl_mp.models.fsdp import reshard, set_last_micro_batch
-from accerl_mp.samples import RLSample
+from accerl_mp.samples import UNTRAINED, RLSample
 from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
 from accerl_mp.trainer.forward import micro_batch_forward
+from accerl_mp.trainer.prefetch import built_ahead
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.schedule import learning_rate
 from accerl_mp.trainer.sharded import Reference
@@ -56,7 +59,7 @@ class LocalTotals:
 
     @classmethod
     def of(cls, samples: list[RLSample]) -> "LocalTotals":
-        advantages = [sample.token_advantages.astype("float64") for sample in samples]  # 0 where untrained
+        advantages = [sample.token_advantages[sample.labels != UNTRAINED].astype("float64") for sample in samples]
         squares = sum(float((values * values).sum()) for values in advantages)
         num_tokens = sum(sample.num_trained for sample in samples)
         return cls(num_tokens, len(samples), sum(float(values.sum()) for values in advantages), squares)
@@ -110,13 +113,13 @@ class Stepper:
         sums, ratio_max = torch.zeros(len(SUMS), device=device), torch.zeros((), device=device)
         shapes = []
         references = self._reference.logprobs(micro_batches) if self._reference else [None] * len(micro_batches)
-        for index, samples in enumerate(micro_batches):
-            batch, shape = self._build(samples, version)
-            set_last_micro_batch(self._model, index == len(micro_batches) - 1, unsharded=self._unsharded)
-            batch_sums, batch_ratio = self._backward(batch, totals, references[index])
-            sums += batch_sums
-            ratio_max = torch.maximum(ratio_max, batch_ratio)
-            shapes.append(shape)
+        with closing(built_ahead(micro_batches, partial(self._build, version=version), device=device)) as packs:
+            for index, (batch, shape) in enumerate(packs):
+                set_last_micro_batch(self._model, index == len(micro_batches) - 1, unsharded=self._unsharded)
+                batch_sums, batch_ratio = self._backward(batch.to(device), totals, references[index])
+                sums += batch_sums
+                ratio_max = torch.maximum(ratio_max, batch_ratio)
+                shapes.append(shape)
         computed = time.perf_counter()
         rate = self._learning_rate(step)
         grad_norm, is_bad = self._update(sums[0], rate)
@@ -134,12 +137,14 @@ class Stepper:
         )
 
     def _build(self, samples: list[RLSample], version: int) -> tuple[MicroBatch, PackShape]:
+        """On a thread, while the micro-batch before it computes."""
         started = time.perf_counter()
         packed = self._config.batch.train_packing == "varlen"
         batch = build_micro_batch(samples, packed=packed, version=version, algorithm=self._config.algorithm.rl_algorithm)
-        moved = batch.to(self._ranks.device)
+        if self._ranks.device.type == "cuda":
+            batch = batch.pinned()
         shape = PackShape(sum(batch.lengths), len(batch.lengths), max(batch.lengths), time.perf_counter() - started)
-        return moved, shape
+        return batch, shape
 
     def _backward(self, batch: MicroBatch, totals: LocalTotals, reference: Tensor | None) -> tuple[Tensor, Tensor]:
         """Add the micro-batch's gradients. Returns its SUMS and the largest ratio, on the device."""
