@@ -2,8 +2,8 @@
 
 What is limited here: arithmetic. The limit is measured in the same run as a plain matrix product (bfloat16 8192^3 on a GPU, float32
 1024^3 on one core times the ranks elsewhere); MFU on an H100 or H200 is over the card's 989 TFLOP/s, elsewhere over that product.
-FLOPs of a pack of samples with T_i tokens: 6 x (parameters without embeddings and head, of experts the active share) x sum T_i + 6 x (head) x projected positions
-+ 6 x layers x (heads x head size) x sum T_i^2 (causal attention, forward and backward); neither embeddings nor recomputation count.
+FLOPs of a pack of samples with T_i tokens: 6 x (parameters without embeddings and head, of experts the active share) x sum T_i
++ 6 x (head) x projected positions + 6 x layers x (heads x head size) x sum T_i^2 (causal attention, forward and backward); neither embeddings nor recomputation count.
 
 A step is what a run does: build the micro-batches, forward, backward, clip, update, on every rank. Settings alternate step by step in
 the same processes; a step's memory is what it needs at its peak beside what stands between steps.
@@ -128,15 +128,22 @@ class Memory:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
         else:
-            ctypes.CDLL(None).malloc_trim(0)  # what the last step freed would hide what this one takes
+            self._trim()
             Path("/proc/self/clear_refs").write_text("5")  # start VmHWM anew
         before, grown = self._now(), Grown()
         yield grown
-        grown.peak, grown.rest = self._peak() - before, self._now() - before
+        grown.peak = self._peak() - before
+        self._trim()
+        grown.rest = self._now() - before
 
     def wait_for_device(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize()
+
+    def _trim(self) -> None:
+        """Give freed memory back to the system: it would hide what the next step takes."""
+        if not self._on_gpu:
+            ctypes.CDLL(None).malloc_trim(0)
 
     def _now(self) -> int:
         return torch.cuda.memory_allocated() if self._on_gpu else _proc_status("VmRSS")
