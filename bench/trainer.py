@@ -3,7 +3,8 @@
 What is limited here: arithmetic. The limit is measured in the same run as a plain matrix product (bfloat16 8192^3 on a GPU, float32
 1024^3 on one core times the ranks elsewhere); MFU on an H100 or H200 is over the card's 989 TFLOP/s, elsewhere over that product.
 FLOPs of a pack of samples with T_i tokens: 6 x (parameters without embeddings and head, of experts the active share) x sum T_i
-+ 6 x (head) x projected positions + 6 x layers x (heads x head size) x sum T_i^2 (causal attention, forward and backward); neither embeddings nor recomputation count.
++ 6 x (head) x projected positions + 6 x layers x (heads x head size) x sum T_i^2 for causal attention, forward and backward.
+Embeddings and recomputation do not count.
 
 A step is what a run does: build the micro-batches, forward, backward, clip, update, on every rank. Settings alternate step by step in
 the same processes; a step's memory is what it needs at its peak beside what stands between steps.
