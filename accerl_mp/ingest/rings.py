@@ -69,7 +69,8 @@ class Rings:
 
     def try_put(self, samples: Sequence[RLSample]) -> bool:
         """Give the group whole to the rank that needs it most and has room. False: no rank has."""
-        return any(self.writers[rank].try_put_group(samples) for rank in order_ranks(self.loads()))
+        order = order_ranks(self.loads()) if len(self.writers) > 1 else [0]
+        return any(self.writers[rank].try_put_group(samples) for rank in order)
 
     def loads(self) -> list[RankLoad]:
         loads = []

@@ -75,8 +75,7 @@ class RingReader(RingView):
     def read(self, ready: ReadySample) -> RLSample | None:
         """A private copy of the record. None, and counted, if it was evicted meanwhile ("lost") or is damaged ("torn", then released)."""
         row = self.memory.slots[ready.slot].copy()
-        pages = np.array(self.memory.pages_of(row), np.intp)
-        record = self.memory.arena[pages].reshape(-1)[: row[at.SIZE_BYTES]]
+        record = self.memory.copy_of(row)
         if not self._still_holds(ready):
             self._count("lost", 1, ready.num_tokens)
             return None
@@ -84,7 +83,7 @@ class RingReader(RingView):
             self.release(ready, "torn")
             return None
         try:
-            return decode_sample(record.data)
+            return decode_sample(record)
         except CodecError:
             self.release(ready, "torn")
             return None

@@ -106,7 +106,7 @@ class RingWriter(RingView):
 
     def _free(self, slot: int, state: int) -> None:
         self.memory.slots[slot, at.STATE] = state
-        self._free_pages.extend(self._pages.pop(slot))
+        self._free_pages.extend(reversed(self._pages.pop(slot)))  # taken from the end: a record gets pages in a row where it can
 
     def _free_slots(self, count: int) -> list[int]:
         free = np.ones(self.capacity, bool)
@@ -127,6 +127,10 @@ class RingWriter(RingView):
 
     def _write_pages(self, pages: list[int], record: bytes) -> None:
         self.memory.chain[pages[:-1]] = pages[1:]
+        if at.is_run(pages):
+            start = pages[0] * at.PAGE_BYTES
+            self.memory.arena_bytes[start : start + len(record)] = record
+            return
         num_full = len(record) // at.PAGE_BYTES
         cut = num_full * at.PAGE_BYTES
         self.memory.arena[pages[:num_full]] = np.frombuffer(record, np.uint8, cut).reshape(num_full, at.PAGE_BYTES)

@@ -4,6 +4,7 @@ Every channel is an ipc socket in the run's own folder (0700), so two runs on on
 `zmq.Context` or a `zmq.asyncio.Context`; the socket is of its kind.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,9 +91,10 @@ def wait_readable(sockets: Sequence[zmq.Socket], timeout_s: float) -> bool:
 def receive_all(router: zmq.Socket, limit: int = 64) -> list[tuple[bytes, list[bytes]]]:
     """(sender's identity, frames) of every message that is there, up to `limit`. Does not wait."""
     messages: list[tuple[bytes, list[bytes]]] = []
-    while len(messages) < limit and router.poll(0):
-        sender, *frames = router.recv_multipart()
-        messages.append((sender, frames))
+    with contextlib.suppress(zmq.Again):
+        while len(messages) < limit:
+            sender, *frames = router.recv_multipart(zmq.DONTWAIT)
+            messages.append((sender, frames))
     return messages
 
 
