@@ -7,6 +7,7 @@ A script measures, fills a Result and calls `finish()`. That prints a table and 
     hardware                   cores, CPU, memory, GPUs, and the load average at the start and at the end
     measures                   [{name, unit, better, labels, samples, median, p95}], one sample a repeat
     ratios                     [{name, samples, median, min, max}], one a pair of runs that alternated
+    series                     [{name, x, y, labels, points}], curves of single runs, x and y are units
     targets                    [{name, wanted, got, met}]
     notes                      what a reader must know beside the numbers
 
@@ -36,7 +37,7 @@ from accerl_mp.launcher.versions import stack
 from accerl_mp.topology import visible_gpus
 
 ROOT = Path(__file__).parents[1]
-RESULT_FIELDS = ("bench", "command", "flags", "date", "commit", "versions", "hardware", "measures", "ratios", "targets", "notes")
+RESULT_FIELDS = ("bench", "command", "flags", "date", "commit", "versions", "hardware", "measures", "ratios", "series", "targets", "notes")
 
 Better = Literal["higher", "lower", ""]
 T = TypeVar("T")
@@ -74,6 +75,7 @@ class Result:
         self._load_at_start = os.getloadavg()
         self._measures: list[dict[str, Any]] = []
         self._ratios: list[dict[str, Any]] = []
+        self._series: list[dict[str, Any]] = []
         self._targets: list[dict[str, Any]] = []
         self._notes: list[str] = []
 
@@ -90,6 +92,10 @@ class Result:
         spread = {"samples": values, "median": float(np.median(values)), "min": min(values), "max": max(values)}
         self._ratios.append({"name": name, **spread})
         return spread["median"]
+
+    def series(self, name: str, points: Sequence[tuple[float, float]], *, x: str, y: str, **labels: Any) -> None:
+        """A curve of one run; it is in the last line and in plots, not in the table."""
+        self._series.append({"name": name, "x": x, "y": y, "labels": labels, "points": [list(point) for point in points]})
 
     def target(self, name: str, got: float, *, at_least: float | None = None, at_most: float | None = None) -> None:
         """Reported, never asserted: a slow machine is no failure."""
@@ -122,6 +128,7 @@ class Result:
             "hardware": hardware() | {"load_at_start": self._load_at_start, "load_at_end": os.getloadavg()},
             "measures": self._measures,
             "ratios": self._ratios,
+            "series": self._series,
             "targets": self._targets,
             "notes": self._notes,
         }

@@ -62,7 +62,8 @@ class RayDriver:
 def ray_driver() -> Iterator[RayDriver]:
     """Ray, until the block ends."""
     python = ray_python()
-    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = dict(os.environ) | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment["RAY_worker_niceness"] = "0"  # Ray's workers yield to everything else by default: not in a comparison
     command = [str(python), "-m", "bench.ray_buffer"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
     try:

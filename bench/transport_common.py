@@ -11,7 +11,7 @@ import psutil
 from accerl_mp.samples import RLSample
 from bench.episodes import Shape, make_sample
 
-POLL_S = 0.002
+POLL_S = 0.0005
 """A trainer that finds nothing looks again after this (`trainer/ranks.py`, FIRST_SLEEP_S)."""
 
 

@@ -24,6 +24,7 @@ from accerl_mp.ingest.rings import Rings
 from accerl_mp.samples import RLSample
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, codec, sockets
+from accerl_mp.transport.process import keep_freed_memory
 from accerl_mp.transport.ring import RingReader, SharedRing
 from bench.transport_common import POLL_S, Arrivals, Clock, Stream, make_groups, stamped
 
@@ -82,6 +83,7 @@ def _start(context: SpawnContext, target: Any, arguments: tuple) -> Any:
 
 def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier) -> None:
     """Sends its share of the groups; at most MAX_UNACKED of them are on their way."""
+    keep_freed_memory()
     context = sockets.new_context()
     socket = sockets.connect_dealer(context, RunPaths(run_dir), channels.SAMPLES, identity=f"rollout/{index}")
     groups = make_groups(stream, index)
@@ -108,6 +110,7 @@ def _send(socket: zmq.Socket, group: list[RLSample]) -> None:
 
 def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:
     """Ingest's loop, less dealing and metrics."""
+    keep_freed_memory()
     context = sockets.new_context()
     paths = RunPaths(run_dir)
     rings = Rings([SharedRing.attach_writer(paths.ring(0))], FlopsEstimate(), reuse=1)
@@ -124,22 +127,25 @@ def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:
 
 def _trainer(run_dir: Path, stream: Stream, ready: Barrier, answers: Any) -> None:
     """Reads whatever is there, as Replay does, and releases it."""
+    keep_freed_memory()
     reader = SharedRing.attach_reader(RunPaths(run_dir).ring(0))
     arrivals = Arrivals(stream.num_samples)
     ready.wait(_TIMEOUT_S)
+    seen = 0
     while not arrivals.complete:
-        if not _read_all(reader, arrivals):
+        if reader.last_sequence == seen:
             time.sleep(POLL_S)
+            continue
+        seen = reader.last_sequence
+        _read_all(reader, arrivals)
     answers.put(arrivals.summary())
     reader.close()
 
 
-def _read_all(reader: RingReader, arrivals: Arrivals) -> int:
-    records = reader.ready()
-    for record in records:
+def _read_all(reader: RingReader, arrivals: Arrivals) -> None:
+    for record in reader.ready():
         sample = reader.read(record)
         if sample is None:
             raise RuntimeError(f"record {record.sequence} was torn: nothing may overtake the reader here")
         arrivals.add(sample.reward, len(sample))
         reader.release(record, "trained")
-    return len(records)
