@@ -42,7 +42,7 @@ def _mean(rounds: list[dict[str, Any]], tag: str) -> float:
 def _wins(run: Run) -> list[tuple[float, float]]:
     """(seconds since the first round began to count, share of the last episodes that were won)."""
     rounds = run.metrics()
-    return [(line["time"] - rounds[0]["time"], line["Rollout/WinRate"]) for line in rounds if "Rollout/WinRate" in line]
+    return [(line["time"] - rounds[0]["time"], line["TextWorld/WinRate"]) for line in rounds if "TextWorld/WinRate" in line]
 
 
 def compare_modes(result: Result, args: argparse.Namespace) -> None:
@@ -68,7 +68,7 @@ def scale(result: Result, what: str, values: list[Any], flags: Any, args: argpar
         run = measure(args.steps, *flags(value))
         rates.append(result.add("trained samples", run["samples_per_s"], "samples/s", "higher", **{what: value}))
         result.add("trained tokens", run["tokens_per_s"], "tokens/s", "higher", **{what: value})
-        for tag in ("Time/trainer/wait", "Time/rollout/request", "Time/rollout/work"):
+        for tag in ("Time/trainer/wait", "Time/rollout/reply", "Time/rollout/work"):
             if tag in run["shares"]:
                 result.add(tag, 100 * run["shares"][tag], "% of wall time", **{what: value})
     if len(values) > 1:
