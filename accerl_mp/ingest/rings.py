@@ -10,6 +10,7 @@ from accerl_mp.ingest.balance import FlopsEstimate, RankLoad, order_ranks
 from accerl_mp.samples import RLSample
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import ring_memory as at
+from accerl_mp.transport.codec import Body
 from accerl_mp.transport.health import Health
 from accerl_mp.transport.ring import SharedRing
 from accerl_mp.transport.ring_memory import PAGE_BYTES, RingBusy
@@ -67,10 +68,10 @@ class Rings:
         """A group without samples: done all the same."""
         self.writers[0].remember_group(group_id)
 
-    def try_put(self, samples: Sequence[RLSample]) -> bool:
-        """Give the group whole to the rank that needs it most and has room. False: no rank has."""
+    def try_put(self, samples: Sequence[RLSample], bodies: Sequence[Body] | None = None) -> bool:
+        """Give the group whole to the rank that needs it most and has room. False: no rank has. `bodies` as `try_put_group` takes them."""
         order = order_ranks(self.loads()) if len(self.writers) > 1 else [0]
-        return any(self.writers[rank].try_put_group(samples) for rank in order)
+        return any(self.writers[rank].try_put_group(samples, bodies) for rank in order)
 
     def loads(self) -> list[RankLoad]:
         loads = []

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -39,6 +39,7 @@ _CASTS = tuple({f.name: f.type for f in fields(RLSample)}[name] for name in SCAL
 assert [f.name for f in fields(RLSample)] == [SCALAR_FIELDS[0], *ARRAY_FIELDS, *SCALAR_FIELDS[1:]]  # _build gives them by position
 _SCALARS_ROOM = 160
 """Bytes of a record's scalars, whatever their values, so that its size is known without packing them; the algorithm's name is short."""
+HEAD_BYTES = _PREFIX.size + _SCALARS_ROOM
 _get_scalars, _get_arrays = attrgetter(*SCALAR_FIELDS), attrgetter(*ARRAY_FIELDS)
 _PADDING = bytes(_ALIGN)
 _SIZES = tuple((size, is_trained, count) for (size, is_trained), count in Counter((d.itemsize, t) for _, d, t in _ARRAYS).items())
@@ -47,19 +48,26 @@ _SIZES = tuple((size, is_trained, count) for (size, is_trained), count in Counte
 Frame = bytes | bytearray | memoryview
 
 
+class Body(NamedTuple):
+    """A sample's arrays as bytes: what a frame carries and a ring record ends with."""
+
+    data: Frame
+    crc: int
+
+
 class CodecError(ValueError):
     """Frames that are not, or no longer, what encode_samples wrote. Says which frame and what is wrong with it."""
 
 
 def encode_samples(samples: Sequence[RLSample]) -> list[bytes]:
     """Frames of one message: a header, then one frame a sample."""
-    bodies = [b"".join(_array_buffers(sample)) for sample in samples]
+    bodies = [encode_body(sample) for sample in samples]
     rows = [
-        [len(sample.input_ids), len(sample.response_ids), len(body), zlib.crc32(body), _scalars(sample)]
+        [len(sample.input_ids), len(sample.response_ids), len(body.data), body.crc, _scalars(sample)]
         for sample, body in zip(samples, bodies, strict=True)
     ]
     content = _PREFIX.pack(MAGIC, FORMAT_VERSION, 0, len(rows), 0) + msgpack.packb(rows)
-    return [content + _CRC.pack(zlib.crc32(content)), *bodies]
+    return [content + _CRC.pack(zlib.crc32(content)), *(body.data for body in bodies)]
 
 
 def decode_samples(frames: Sequence[Frame]) -> list[RLSample]:
@@ -67,6 +75,11 @@ def decode_samples(frames: Sequence[Frame]) -> list[RLSample]:
 
     Raises CodecError for frames that are damaged or foreign, SampleError for a sample that was wrong when encoded.
     """
+    return decode_bodies(frames)[0]
+
+
+def decode_bodies(frames: Sequence[Frame]) -> tuple[list[RLSample], list[Body]]:
+    """As `decode_samples`, and the samples' bodies as they came, for a ring that takes them over without encoding them again."""
     if not frames:
         raise CodecError("no frames: expected a header")
     rows = _decode_header(memoryview(frames[0]).cast("B"))
@@ -74,21 +87,36 @@ def decode_samples(frames: Sequence[Frame]) -> list[RLSample]:
         raise CodecError(f"header lists {len(rows)} samples, got {len(frames) - 1} frames")
     samples = [_decode_frame(index, row, memoryview(frame)) for index, (row, frame) in enumerate(zip(rows, frames[1:], strict=True))]
     validate_all(samples)
-    return samples
+    return samples, [Body(frame, row[3]) for row, frame in zip(rows, frames[1:], strict=True)]
 
 
 def sample_size_bytes(sample: RLSample) -> int:
     """Bytes of the sample's ring record."""
-    return _PREFIX.size + _SCALARS_ROOM + _body_size(len(sample.input_ids), len(sample.response_ids))
+    return HEAD_BYTES + _body_size(len(sample.input_ids), len(sample.response_ids))
 
 
 def encode_sample(sample: RLSample) -> list[Frame]:
     """Buffers which, one after the other, are the sample's ring record."""
+    return [encode_head(sample), encode_body(sample).data]
+
+
+def encode_head(sample: RLSample) -> bytes:
+    """What a record has before its body: HEAD_BYTES."""
     scalars = msgpack.packb(_scalars(sample))
     if len(scalars) > _SCALARS_ROOM:
         raise SampleError("algorithm", f"scalars of at most {_SCALARS_ROOM} bytes", f"{len(scalars)} bytes")
     prefix = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(scalars), len(sample.input_ids), len(sample.response_ids))
-    return [prefix, scalars.ljust(_SCALARS_ROOM, b"\0"), *_array_buffers(sample)]
+    return prefix + scalars.ljust(_SCALARS_ROOM, b"\0")
+
+
+def encode_body(sample: RLSample) -> Body:
+    data = b"".join(_array_buffers(sample))
+    return Body(data, zlib.crc32(data))
+
+
+def record_crc(head: Frame, body_crc: int) -> int:
+    """The body's checksum carried on over the head: the one that was made beside the sample is the one that the trainer checks."""
+    return zlib.crc32(head, body_crc)
 
 
 def decode_sample(record: Frame) -> RLSample:
@@ -98,11 +126,10 @@ def decode_sample(record: Frame) -> RLSample:
         raise CodecError(f"record of {len(view)} bytes is cut")
     magic, version, scalars_size, num_tokens, num_trained = _PREFIX.unpack_from(view)
     _check_format("record", magic, version)
-    start = _PREFIX.size + _SCALARS_ROOM
-    if start > len(view) or scalars_size > _SCALARS_ROOM:
+    if len(view) < HEAD_BYTES or scalars_size > _SCALARS_ROOM:
         raise CodecError(f"record of {len(view)} bytes is cut")
     scalars = _unpack(view[_PREFIX.size : _PREFIX.size + scalars_size], "record")
-    return _build("record", num_tokens, num_trained, scalars, view[start:]).validate()
+    return _build("record", num_tokens, num_trained, scalars, view[HEAD_BYTES:]).validate()
 
 
 def _array_buffers(sample: RLSample) -> list[Frame]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from accerl_mp.samples import RLSample
 from accerl_mp.transport import ring_memory as at
-from accerl_mp.transport.codec import CodecError, decode_sample
+from accerl_mp.transport.codec import HEAD_BYTES, CodecError, decode_sample, record_crc
 from accerl_mp.transport.ring_memory import RingMemory
 from accerl_mp.transport.ring_view import READER_REASONS, RingView
 from accerl_mp.transport.ring_writer import RingWriter
@@ -79,7 +79,8 @@ class RingReader(RingView):
         if not self._still_holds(ready):
             self._count("lost", 1, ready.num_tokens)
             return None
-        if zlib.crc32(record) != row[at.CRC]:
+        view = memoryview(record)
+        if record_crc(view[:HEAD_BYTES], zlib.crc32(view[HEAD_BYTES:])) != row[at.CRC]:
             self.release(ready, "torn")
             return None
         try:

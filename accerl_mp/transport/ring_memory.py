@@ -40,7 +40,7 @@ USE_BITS = 16
 MAX_USES = (1 << USE_BITS) - 1
 """The USED word is sequence << USE_BITS | uses: one store, never a count that belongs to an earlier record."""
 
-_MAGIC, _VERSION = 0x6163636572_7231, 1
+_MAGIC, _VERSION = 0x6163636572_7231, 2
 _WORDS, _SLOT_WORDS = 64, 16
 
 

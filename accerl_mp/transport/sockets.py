@@ -17,6 +17,7 @@ from accerl_mp.topology import RunPaths
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Frames above this close the connection: a damaged length must not become an allocation."""
+_COPIED_BYTES = 1 << 16
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
 
 Context = zmq.Context | zmq.asyncio.Context
@@ -88,13 +89,13 @@ def wait_readable(sockets: Sequence[zmq.Socket], timeout_s: float) -> bool:
     return bool(poller.poll(timeout_s * 1000))
 
 
-def receive_all(router: zmq.Socket, limit: int = 64) -> list[tuple[bytes, list[bytes]]]:
-    """(sender's identity, frames) of every message that is there, up to `limit`. Does not wait."""
-    messages: list[tuple[bytes, list[bytes]]] = []
+def receive_all(router: zmq.Socket, limit: int = 64) -> list[tuple[bytes, list[bytes | memoryview]]]:
+    """(sender's identity, frames) of every message that is there, up to `limit`. Does not wait. Large frames are views of zmq's memory."""
+    messages: list[tuple[bytes, list[bytes | memoryview]]] = []
     with contextlib.suppress(zmq.Again):
         while len(messages) < limit:
-            sender, *frames = router.recv_multipart(zmq.DONTWAIT)
-            messages.append((sender, frames))
+            sender, *frames = router.recv_multipart(zmq.DONTWAIT, copy=False)
+            messages.append((sender.bytes, [frame.buffer if len(frame) > _COPIED_BYTES else frame.bytes for frame in frames]))
     return messages
 
 
