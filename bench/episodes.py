@@ -27,6 +27,10 @@ class Shape(NamedTuple):
     num_turns: int
 
 
+def recorded_names() -> list[str]:
+    return list(json.loads(RECORDED.read_text()))
+
+
 def recorded_shapes(name: str) -> list[Shape]:
     """`demo`: episodes of at most 6 turns and 1,536 tokens. `long`: at most 20 turns and 4,000 tokens."""
     return [Shape(*numbers) for numbers in json.loads(RECORDED.read_text())[name]["shapes"]]

@@ -24,7 +24,7 @@ import numpy as np
 from accerl_mp.algorithms.packing import choose_packs, plan_packs
 from accerl_mp.ingest.balance import FlopsEstimate, RankLoad, order_ranks
 from bench.common import Result, alternate, make_parser, parse, stopwatch
-from bench.episodes import draw_shapes
+from bench.episodes import draw_shapes, recorded_names
 from bench.models import DEMO
 
 Packs = list[list[int]]
@@ -46,7 +46,7 @@ def ours(lengths: Sequence[int], budget: int, max_samples: int) -> Packs:
         assert chosen is not None
         packs.append([window[index] for index in chosen[0]])
         taken = set(packs[-1])
-        left = [index for index in left if index not in taken]
+        left[: len(window)] = [index for index in window if index not in taken]
     return packs
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     if args.quick:
         args.samples = min(args.samples, 800)
     result = Result("packing", args)
-    for name in ("demo", "long"):
+    for name in recorded_names():
         lengths = [shape.num_tokens for shape in islice(draw_shapes(np.random.default_rng(0), name), args.samples)]
         for budget in args.budgets:
             measure(result, name, lengths, budget, args.max_samples, args.repeats)

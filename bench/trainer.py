@@ -44,7 +44,7 @@ from accerl_mp.trainer.sharded import build_sharded
 from accerl_mp.trainer.step import LocalTotals, Stepper
 from accerl_mp.transport.health import Health
 from bench.common import Result, alternate, make_parser, parse, stopwatch
-from bench.episodes import draw_shapes, make_sample
+from bench.episodes import draw_shapes, make_sample, recorded_names
 from bench.models import model_folder
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--packs", type=int, default=4 if on_gpu else 1, help="packs a rank and optimizer step")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="what to measure (default: all that can run here)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1] if on_gpu else [1, 2], help="trainer ranks, one run for each")
-    parser.add_argument("--lengths", default="long", choices=("demo", "long"), help="which recorded episodes")
+    parser.add_argument("--lengths", default="long", choices=recorded_names(), help="which recorded episodes")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each setting that do not count")
     parser.add_argument("--profile", help="folder for a torch profile of one step of the first setting (one rank)")
     args = parse(parser)
