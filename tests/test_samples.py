@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from accerl_mp.samples import ARRAY_FIELDS, RLSample, SampleError
+from accerl_mp.samples import ARRAY_FIELDS, RLSample, SampleError, validate_all
 
 
 def good() -> RLSample:
@@ -61,7 +61,7 @@ def test_every_dtype_and_shape_must_fit(name: str) -> None:
         assert error.value.field == name
 
 
-@pytest.mark.parametrize(
+BROKEN_RULES = pytest.mark.parametrize(
     ("field", "change"),
     [
         ("labels", changed("labels", 3, 39)),
@@ -85,12 +85,51 @@ def test_every_dtype_and_shape_must_fit(name: str) -> None:
         ("episode_return", replaced("episode_return", float("nan"))),
     ],
 )
+
+
+@BROKEN_RULES
 def test_each_rule_names_its_field(field: str, change: Callable[[RLSample], None]) -> None:
     sample = good()
     change(sample)
     with pytest.raises(SampleError) as error:
         sample.validate()
     assert error.value.field == field
+
+
+@BROKEN_RULES
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_each_rule_is_found_among_joined_samples(field: str, change: Callable[[RLSample], None], place: int) -> None:
+    samples = [good() for _ in range(3)]
+    validate_all(samples)
+    change(samples[place])
+    with pytest.raises(SampleError) as error:
+        validate_all(samples)
+    assert error.value.field == field
+
+
+def test_joined_samples_that_hide_each_others_faults_are_found() -> None:
+    """Sums over both are as they should be: one lacks a trained token, the other has one too many."""
+    samples = [good(), good()]
+    for sample, trained in zip(samples, ([3], [3, 4, 5]), strict=True):
+        for name, nothing in (("labels", -100), ("old_logprobs", 0), ("response_indices", -1)):
+            getattr(sample, name)[[index for index in range(6) if index not in trained]] = nothing
+        sample.labels[trained] = sample.input_ids[trained]
+        sample.response_indices[trained] = 0
+        sample.token_rewards[:] = sample.token_advantages[:] = 0
+    assert [int((sample.labels != -100).sum()) for sample in samples] == [1, 3]
+    with pytest.raises(SampleError, match="response_ids"):
+        validate_all(samples)
+
+
+def test_no_samples_and_long_ones_are_validated_too() -> None:
+    validate_all([])
+    long = good()
+    for name in ARRAY_FIELDS:
+        setattr(long, name, np.tile(getattr(long, name), 4000))
+    validate_all([long])
+    long.old_logprobs[9] = np.nan
+    with pytest.raises(SampleError, match="old_logprobs"):
+        validate_all([long])
 
 
 def test_a_sample_that_trains_nothing_is_refused() -> None:
