@@ -107,18 +107,29 @@ def test_each_rule_is_found_among_joined_samples(field: str, change: Callable[[R
     assert error.value.field == field
 
 
+def trains_at(places: list[int], response_ids: list[int]) -> RLSample:
+    """The good sample's tokens, trained at `places`, consistent but for `response_ids`."""
+    sample = good()
+    rest = [index for index in range(6) if index not in places]
+    sample.labels[:], sample.response_indices[:] = sample.input_ids, 0
+    sample.old_logprobs[:] = sample.token_rewards[:] = sample.token_advantages[:] = -0.5
+    for name, nothing in (("labels", -100), ("old_logprobs", 0), ("token_rewards", 0), ("token_advantages", 0), ("response_indices", -1)):
+        getattr(sample, name)[rest] = nothing
+    sample.response_ids = np.array(response_ids, np.int32)
+    sample.output_versions = np.zeros(len(response_ids), np.int32)
+    return sample
+
+
 def test_joined_samples_that_hide_each_others_faults_are_found() -> None:
-    """Sums over both are as they should be: one lacks a trained token, the other has one too many."""
-    samples = [good(), good()]
-    for sample, trained in zip(samples, ([3], [3, 4, 5]), strict=True):
-        for name, nothing in (("labels", -100), ("old_logprobs", 0), ("response_indices", -1)):
-            getattr(sample, name)[[index for index in range(6) if index not in trained]] = nothing
-        sample.labels[trained] = sample.input_ids[trained]
-        sample.response_indices[trained] = 0
-        sample.token_rewards[:] = sample.token_advantages[:] = 0
-    assert [int((sample.labels != -100).sum()) for sample in samples] == [1, 3]
+    """The second has the trained token that the first one lacks: joined, every array fits."""
+    validate_all([trains_at([3], [40]), trains_at([3, 4, 5], [40, 41, 8])])
     with pytest.raises(SampleError, match="response_ids"):
-        validate_all(samples)
+        validate_all([trains_at([3], [40, 40]), trains_at([3, 4, 5], [41, 8])])
+
+
+def test_a_first_token_that_trains_is_found_among_joined_samples() -> None:
+    with pytest.raises(SampleError, match="index 0 untrained"):
+        validate_all([good(), trains_at([0, 3], [5, 40])])
 
 
 def test_no_samples_and_long_ones_are_validated_too() -> None:
