@@ -14,7 +14,7 @@ from ring_peer import GROUP_SIZE, checksum_of, group_of
 from sample_factory import assert_same, make_group, make_sample
 
 from accerl_mp.transport import ring_memory as at
-from accerl_mp.transport.codec import sample_size_bytes
+from accerl_mp.transport.codec import decode_bodies, encode_samples, sample_size_bytes
 from accerl_mp.transport.ring import RingReader, SharedRing
 from accerl_mp.transport.ring_memory import PAGE_BYTES, RingBusy, RingError
 from accerl_mp.transport.ring_writer import RingWriter
@@ -61,6 +61,49 @@ def test_a_group_comes_out_as_it_went_in(path):
         assert (record.group_id, record.group_size, record.num_tokens, record.num_trained) == (7, 4, len(sample), sample.num_trained)
         assert (record.oldest_version, record.newest_version, record.uses) == (3, 3, 0)
         assert (record.episode_id, record.game_id) == (sample.episode_id, sample.game_id)
+
+
+@pytest.mark.parametrize("num_tokens", [30, 3000])
+def test_a_group_that_came_encoded_goes_in_as_it_came(path, num_tokens):
+    writer, reader = open_ring(path, size_bytes=4 << 20)
+    group = make_group(7, 3, num_tokens=num_tokens)
+    samples, bodies = decode_bodies(encode_samples(group))
+    assert writer.try_put_group(samples, bodies)
+    for sample, record in zip(group, reader.ready(), strict=True):
+        assert_same(sample, reader.read(record))
+
+
+def test_a_body_that_changed_on_its_way_into_the_ring_is_torn(path):
+    """Its checksum is the one that was made beside the sample."""
+    writer, reader = open_ring(path)
+    header, frame = encode_samples([make_sample(group_id=1)])
+    samples, bodies = decode_bodies([header, frame])
+    writer.try_put_group(samples, [bodies[0]._replace(data=bytes([frame[0] ^ 1]) + frame[1:])])
+    assert reader.read(reader.ready()[0]) is None
+    assert reader.counters()["torn"][0] == 1
+
+
+def test_records_over_scattered_pages_come_out_whole(path):
+    """Small records are freed here and there, so a large one finds no pages in a row."""
+    writer, reader = open_ring(path, 32, 1 << 17)
+    for number in range(16):
+        writer.try_put_group([make_sample(number, num_tokens=200, group_id=number)])
+    for record in reader.ready()[::2]:
+        reader.release(record, "trained")
+    large = make_sample(99, num_tokens=1500, group_id=99)
+    assert writer.try_put_group([large])
+    record = reader.ready()[-1]
+    assert not at.is_run(reader.memory.pages_of(reader.memory.slots[record.slot]))
+    assert_same(large, reader.read(record))
+
+
+def test_the_last_sequence_changes_with_every_put(path):
+    writer, reader = open_ring(path)
+    seen = [reader.last_sequence]
+    for number in range(3):
+        writer.try_put_group(make_group(number, 2))
+        seen.append(reader.last_sequence)
+    assert len(set(seen)) == 4
 
 
 def test_a_read_sample_is_a_private_copy(path):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from accerl_mp.samples import ARRAY_FIELDS, RLSample, SampleError
+from accerl_mp.samples import ARRAY_FIELDS, RLSample, SampleError, validate_all
 
 
 def good() -> RLSample:
@@ -61,7 +61,7 @@ def test_every_dtype_and_shape_must_fit(name: str) -> None:
         assert error.value.field == name
 
 
-@pytest.mark.parametrize(
+BROKEN_RULES = pytest.mark.parametrize(
     ("field", "change"),
     [
         ("labels", changed("labels", 3, 39)),
@@ -85,12 +85,62 @@ def test_every_dtype_and_shape_must_fit(name: str) -> None:
         ("episode_return", replaced("episode_return", float("nan"))),
     ],
 )
+
+
+@BROKEN_RULES
 def test_each_rule_names_its_field(field: str, change: Callable[[RLSample], None]) -> None:
     sample = good()
     change(sample)
     with pytest.raises(SampleError) as error:
         sample.validate()
     assert error.value.field == field
+
+
+@BROKEN_RULES
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_each_rule_is_found_among_joined_samples(field: str, change: Callable[[RLSample], None], place: int) -> None:
+    samples = [good() for _ in range(3)]
+    validate_all(samples)
+    change(samples[place])
+    with pytest.raises(SampleError) as error:
+        validate_all(samples)
+    assert error.value.field == field
+
+
+def trains_at(places: list[int], response_ids: list[int]) -> RLSample:
+    """The good sample's tokens, trained at `places`, consistent but for `response_ids`."""
+    sample = good()
+    rest = [index for index in range(6) if index not in places]
+    sample.labels[:], sample.response_indices[:] = sample.input_ids, 0
+    sample.old_logprobs[:] = sample.token_rewards[:] = sample.token_advantages[:] = -0.5
+    for name, nothing in (("labels", -100), ("old_logprobs", 0), ("token_rewards", 0), ("token_advantages", 0), ("response_indices", -1)):
+        getattr(sample, name)[rest] = nothing
+    sample.response_ids = np.array(response_ids, np.int32)
+    sample.output_versions = np.zeros(len(response_ids), np.int32)
+    return sample
+
+
+def test_joined_samples_that_hide_each_others_faults_are_found() -> None:
+    """The second has the trained token that the first one lacks: joined, every array fits."""
+    validate_all([trains_at([3], [40]), trains_at([3, 4, 5], [40, 41, 8])])
+    with pytest.raises(SampleError, match="response_ids"):
+        validate_all([trains_at([3], [40, 40]), trains_at([3, 4, 5], [41, 8])])
+
+
+def test_a_first_token_that_trains_is_found_among_joined_samples() -> None:
+    with pytest.raises(SampleError, match="index 0 untrained"):
+        validate_all([good(), trains_at([0, 3], [5, 40])])
+
+
+def test_no_samples_and_long_ones_are_validated_too() -> None:
+    validate_all([])
+    long = good()
+    for name in ARRAY_FIELDS:
+        setattr(long, name, np.tile(getattr(long, name), 4000))
+    validate_all([long])
+    long.old_logprobs[9] = np.nan
+    with pytest.raises(SampleError, match="old_logprobs"):
+        validate_all([long])
 
 
 def test_a_sample_that_trains_nothing_is_refused() -> None:

@@ -12,7 +12,7 @@ from accerl_mp.samples import RLSample, SampleError
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import MessageError
-from accerl_mp.transport.codec import CodecError, decode_samples, sample_size_bytes
+from accerl_mp.transport.codec import Body, CodecError, decode_bodies, sample_size_bytes
 from accerl_mp.transport.ring_memory import RingError
 
 _log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ class _Waiting:
 
     sender: bytes
     samples: list[RLSample]
+    bodies: list[Body]
+    """As they came, for the ring."""
 
 
 @dataclass(slots=True)
@@ -76,7 +78,7 @@ class Inbox:
         while self._waiting:
             group_id, waiting = next(iter(self._waiting.items()))
             try:
-                if not self._rings.try_put(waiting.samples):
+                if not self._rings.try_put(waiting.samples, waiting.bodies):
                     return
             except RingError as error:
                 _log.error("group %d is left out: %s", group_id, error)
@@ -88,7 +90,7 @@ class Inbox:
     def close(self) -> None:
         self.socket.close()
 
-    def _take(self, sender: bytes, message: dict[str, Any], frames: list[bytes]) -> None:
+    def _take(self, sender: bytes, message: dict[str, Any], frames: list[bytes | memoryview]) -> None:
         group_id = message["group_id"]
         if message["kind"] == "eval":
             self._take_evaluated(message)
@@ -101,10 +103,11 @@ class Inbox:
         else:
             self._take_new(sender, message, frames)
 
-    def _take_new(self, sender: bytes, message: dict[str, Any], frames: list[bytes]) -> None:
+    def _take_new(self, sender: bytes, message: dict[str, Any], frames: list[bytes | memoryview]) -> None:
         group_id, outcome = message["group_id"], message["outcome"]
         try:
-            samples = _checked(message, decode_samples(frames)) if outcome == "samples" else []
+            samples, bodies = decode_bodies(frames) if outcome == "samples" else ([], [])
+            _check(message, samples)
         except (CodecError, SampleError, MessageError) as error:
             _log.error("group %d of %s is broken, it will be played again: %s", group_id, sender.decode(errors="replace"), error)
             self.counts["broken"] += 1
@@ -115,7 +118,7 @@ class Inbox:
         self._dealer.finish(group_id)
         if samples:
             self.sizes.add(samples)
-            self._waiting[group_id] = _Waiting(sender, samples)
+            self._waiting[group_id] = _Waiting(sender, samples, bodies)
         else:
             self._rings.remember(group_id)
             self._ack(sender, group_id)
@@ -124,10 +127,9 @@ class Inbox:
         self.socket.send_multipart([sender, channels.pack("ack", {"op": "ack", "group_id": group_id})])
 
 
-def _checked(message: dict[str, Any], samples: list[RLSample]) -> list[RLSample]:
+def _check(message: dict[str, Any], samples: list[RLSample]) -> None:
     group_id = message["group_id"]
-    if not samples:
+    if message["outcome"] == "samples" and not samples:
         raise MessageError("outcome is 'samples', but there are none")
     if strangers := {sample.group_id for sample in samples} - {group_id}:
         raise MessageError(f"has samples of groups {sorted(strangers)}")
-    return samples

@@ -10,6 +10,7 @@ from accerl_mp.ingest.balance import FlopsEstimate, RankLoad, order_by_count, or
 from accerl_mp.samples import RLSample
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import ring_memory as at
+from accerl_mp.transport.codec import Body
 from accerl_mp.transport.health import Health
 from accerl_mp.transport.ring import SharedRing
 from accerl_mp.transport.ring_memory import PAGE_BYTES, RingBusy
@@ -68,11 +69,15 @@ class Rings:
         """A group without samples: done all the same."""
         self.writers[0].remember_group(group_id)
 
-    def try_put(self, samples: Sequence[RLSample]) -> bool:
-        """Give the group whole to the rank that needs it most and has room. False: no rank has."""
+    def try_put(self, samples: Sequence[RLSample], bodies: Sequence[Body] | None = None) -> bool:
+        """Give the group whole to the rank that needs it most and has room. False: no rank has. `bodies` as `try_put_group` takes them."""
+        return any(self.writers[rank].try_put_group(samples, bodies) for rank in self._order(samples))
+
+    def _order(self, samples: Sequence[RLSample]) -> list[int]:
+        if len(self.writers) == 1:
+            return [0]
         loads, lengths = self.loads(), np.array([len(sample) for sample in samples])
-        order = order_by_count(loads) if self._by_count else order_ranks(loads, self._flops, lengths)
-        return any(self.writers[rank].try_put_group(samples) for rank in order)
+        return order_by_count(loads) if self._by_count else order_ranks(loads, self._flops, lengths)
 
     def loads(self) -> list[RankLoad]:
         loads = []

@@ -12,7 +12,7 @@ from accerl_mp.config import Config
 from accerl_mp.transport.errors import Closed, PeerLost
 from accerl_mp.transport.health import Health, Wait
 
-FIRST_SLEEP_S = 0.002
+FIRST_SLEEP_S = 0.0005
 PACE_S = 0.2
 """A rank that isn't ready says so to the others this often, so nobody is inside a collective for longer than that."""
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)

@@ -35,6 +35,7 @@ _CAUSE_S = 0.5
 _EXIT_S = 60.0
 """Longer than rank 0 waits for the supervisor on its way out."""
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ def run_process(role: str, main: Callable[[Process], None], argv: list[str] | No
     at the end     SIGTERM, SIGINT or the board make the next `wait.check()` raise Closed
     a dead parent  takes this process along (SIGKILL); a dead supervisor ends it within 10 s
     """
+    keep_freed_memory()
     process = _open(role, argv)
     stop_beating = threading.Event()
     heart = threading.Thread(target=_beat, args=(process, stop_beating), name="heartbeat", daemon=True)
@@ -89,6 +91,17 @@ def exit_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next sample instead of giving it back to the system.
+
+    By default a block over 128 KiB is mapped and unmapped each time and the heap's end is cut, which costs a page fault a page:
+    encoding a sample of 8,000 tokens (200 KB) took 106 us instead of 57, putting it into a ring 164 instead of 105.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from accerl_mp.samples import RLSample
 from accerl_mp.transport import ring_memory as at
-from accerl_mp.transport.codec import CodecError, decode_sample
+from accerl_mp.transport.codec import HEAD_BYTES, CodecError, decode_sample, record_crc
 from accerl_mp.transport.ring_memory import RingMemory
 from accerl_mp.transport.ring_view import READER_REASONS, RingView
 from accerl_mp.transport.ring_writer import RingWriter
@@ -75,16 +75,16 @@ class RingReader(RingView):
     def read(self, ready: ReadySample) -> RLSample | None:
         """A private copy of the record. None, and counted, if it was evicted meanwhile ("lost") or is damaged ("torn", then released)."""
         row = self.memory.slots[ready.slot].copy()
-        pages = np.array(self.memory.pages_of(row), np.intp)
-        record = self.memory.arena[pages].reshape(-1)[: row[at.SIZE_BYTES]]
+        record = self.memory.copy_of(row)
         if not self._still_holds(ready):
             self._count("lost", 1, ready.num_tokens)
             return None
-        if zlib.crc32(record) != row[at.CRC]:
+        view = memoryview(record)
+        if record_crc(view[:HEAD_BYTES], zlib.crc32(view[HEAD_BYTES:])) != row[at.CRC]:
             self.release(ready, "torn")
             return None
         try:
-            return decode_sample(record.data)
+            return decode_sample(record)
         except CodecError:
             self.release(ready, "torn")
             return None

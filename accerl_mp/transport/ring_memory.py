@@ -40,7 +40,7 @@ USE_BITS = 16
 MAX_USES = (1 << USE_BITS) - 1
 """The USED word is sequence << USE_BITS | uses: one store, never a count that belongs to an earlier record."""
 
-_MAGIC, _VERSION = 0x6163636572_7231, 1
+_MAGIC, _VERSION = 0x6163636572_7231, 2
 _WORDS, _SLOT_WORDS = 64, 16
 
 
@@ -82,6 +82,7 @@ class RingMemory:
         self.recent = array("recent", np.int64, NUM_RECENT, 2)
         self.chain = array("chain", np.int32, self.num_pages)
         self.arena = array("arena", np.uint8, self.num_pages, PAGE_BYTES)
+        self.arena_bytes = memoryview(self.arena.reshape(-1))
 
     def lock(self, role: int) -> None:
         """Be the only writer (role 0) or reader (role 1) while this object lives; the kernel lets go when its process dies."""
@@ -109,8 +110,16 @@ class RingMemory:
             page = int(self.chain[page])
         return pages
 
+    def copy_of(self, slot_row: np.ndarray) -> bytearray:
+        """A slot's record; cut or mixed if it is being rewritten (look at the slot again afterwards)."""
+        pages, size_bytes = self.pages_of(slot_row), int(slot_row[SIZE_BYTES])
+        if pages and is_run(pages):
+            start = pages[0] * PAGE_BYTES
+            return bytearray(self.arena_bytes[start : start + size_bytes])
+        return bytearray(self.arena[pages].reshape(-1)[:size_bytes].data)
+
     def close(self) -> None:
-        for name in ("header", "writer", "reader", "slots", "marks", "recent", "chain", "arena"):
+        for name in ("header", "writer", "reader", "slots", "marks", "recent", "chain", "arena", "arena_bytes"):
             setattr(self, name, None)
         self._memory.close()
         if self._file >= 0:
@@ -142,6 +151,11 @@ def create_file(path: Path, *, capacity: int, size_bytes: int) -> None:
 
 def pages_for(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES)
+
+
+def is_run(pages: list[int]) -> bool:
+    """Whether the pages follow each other, so that a record is copied at once."""
+    return pages == list(range(pages[0], pages[0] + len(pages)))
 
 
 def _offsets(capacity: int, num_pages: int) -> dict[str, int]:

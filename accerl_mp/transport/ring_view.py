@@ -40,6 +40,11 @@ class RingView:
         return int(self.memory.header[at.CREATED])
 
     @property
+    def last_sequence(self) -> int:
+        """Of the newest committed record; it changes with every put, so a reader that waits need not list the records to see it."""
+        return int(self.memory.writer[at.COMMITTED])
+
+    @property
     def num_live(self) -> int:
         """Records that are committed and not released."""
         return len(self.live()[0])

@@ -1,13 +1,12 @@
 """The writing side of a ring (`ring.py` says how the sides work together)."""
 
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from accerl_mp.samples import RLSample
 from accerl_mp.transport import ring_memory as at
-from accerl_mp.transport.codec import encode_sample, sample_size_bytes
+from accerl_mp.transport.codec import Body, Frame, encode_body, encode_head, record_crc, sample_size_bytes
 from accerl_mp.transport.ring_memory import RingError, RingMemory
 from accerl_mp.transport.ring_view import WRITER_REASONS, RingView
 
@@ -30,8 +29,11 @@ class RingWriter(RingView):
         """Slot: its pages, for every slot that is taken."""
         self._recover()
 
-    def try_put_group(self, samples: Sequence[RLSample]) -> bool:
-        """Put a whole group, or nothing. True as well for a group that was put before (counted as a double)."""
+    def try_put_group(self, samples: Sequence[RLSample], bodies: Sequence[Body] | None = None) -> bool:
+        """Put a whole group, or nothing. True as well for a group that was put before (counted as a double).
+
+        `bodies`: of these samples, where they came encoded already.
+        """
         if not samples or len({sample.group_id for sample in samples}) != 1:
             raise ValueError(f"a group is one or more samples of one group_id, got {[sample.group_id for sample in samples]}")
         if self.has_group(samples[0].group_id):
@@ -41,10 +43,10 @@ class RingWriter(RingView):
             self._count("blocked", 1, 0)
             return False
         # Encoded before anything is touched: a sample that cannot be encoded must not leave a slot half taken.
-        records = [b"".join(encode_sample(sample)) for sample in samples]
+        heads, bodies = [encode_head(sample) for sample in samples], bodies or [encode_body(sample) for sample in samples]
         first = self._next_sequence
-        for index, (slot, record, sample) in enumerate(zip(self._free_slots(len(samples)), records, samples, strict=True)):
-            self._write(slot, record, sample, sequence=first + index, group=[first, len(samples)])
+        for index, (slot, *record, sample) in enumerate(zip(self._free_slots(len(samples)), heads, bodies, samples, strict=True)):
+            self._write(slot, *record, sample, sequence=first + index, group=[first, len(samples)])
         self._commit(samples[0].group_id, first + len(samples) - 1)
         self._count("committed", len(samples), sum(len(sample) for sample in samples))
         return True
@@ -106,32 +108,40 @@ class RingWriter(RingView):
 
     def _free(self, slot: int, state: int) -> None:
         self.memory.slots[slot, at.STATE] = state
-        self._free_pages.extend(self._pages.pop(slot))
+        self._free_pages.extend(reversed(self._pages.pop(slot)))  # taken from the end: a record gets pages in a row where it can
 
     def _free_slots(self, count: int) -> list[int]:
         free = np.ones(self.capacity, bool)
         free[list(self._pages)] = False
         return np.flatnonzero(free)[:count].tolist()
 
-    def _write(self, slot: int, record: bytes, sample: RLSample, *, sequence: int, group: list[int]) -> None:
+    def _write(self, slot: int, head: bytes, body: Body, sample: RLSample, *, sequence: int, group: list[int]) -> None:
         row = self.memory.slots[slot]
         # WRITING and the new sequence first: a reader that still copies the old record sees that it is gone.
         row[at.STATE], row[at.SEQUENCE] = at.WRITING, sequence
-        pages = self._pages[slot] = [self._free_pages.pop() for _ in range(at.pages_for(len(record)))]
-        self._write_pages(pages, record)
+        size_bytes = len(head) + len(body.data)
+        pages = self._pages[slot] = [self._free_pages.pop() for _ in range(at.pages_for(size_bytes))]
+        self._write_pages(pages, [head, body.data])
         versions = [sample.output_versions.min(), sample.output_versions.max()]
-        place = [sample.group_id, pages[0], len(record), zlib.crc32(record)]
+        place = [sample.group_id, pages[0], size_bytes, record_crc(head, body.crc)]
         about = [len(sample), sample.num_trained, *versions, sample.episode_id, sample.game_id]
         row[at.GROUP_FIRST : at.SLOT_END] = [*group, *place, *about]
         row[at.STATE] = at.READY
 
-    def _write_pages(self, pages: list[int], record: bytes) -> None:
+    def _write_pages(self, pages: list[int], record: list[Frame]) -> None:
         self.memory.chain[pages[:-1]] = pages[1:]
-        num_full = len(record) // at.PAGE_BYTES
+        if at.is_run(pages):
+            start = pages[0] * at.PAGE_BYTES
+            for part in record:
+                self.memory.arena_bytes[start : start + len(part)] = part
+                start += len(part)
+            return
+        joined = np.frombuffer(b"".join(record), np.uint8)
+        num_full = len(joined) // at.PAGE_BYTES
         cut = num_full * at.PAGE_BYTES
-        self.memory.arena[pages[:num_full]] = np.frombuffer(record, np.uint8, cut).reshape(num_full, at.PAGE_BYTES)
-        if cut < len(record):
-            self.memory.arena[pages[-1], : len(record) - cut] = np.frombuffer(record, np.uint8, offset=cut)
+        self.memory.arena[pages[:num_full]] = joined[:cut].reshape(num_full, at.PAGE_BYTES)
+        if cut < len(joined):
+            self.memory.arena[pages[-1], : len(joined) - cut] = joined[cut:]
 
     def _commit(self, group_id: int, last_sequence: int) -> None:
         """The group becomes visible, and its id a known one, with one store."""

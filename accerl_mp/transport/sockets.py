@@ -4,6 +4,7 @@ Every channel is an ipc socket in the run's own folder (0700), so two runs on on
 `zmq.Context` or a `zmq.asyncio.Context`; the socket is of its kind.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from accerl_mp.topology import RunPaths
 
 MAX_MESSAGE_BYTES = 1 << 30
 """Frames above this close the connection: a damaged length must not become an allocation."""
+_COPIED_BYTES = 1 << 16
 _RECONNECT_MS, _RECONNECT_MAX_MS = 50, 1000
 
 Context = zmq.Context | zmq.asyncio.Context
@@ -87,12 +89,13 @@ def wait_readable(sockets: Sequence[zmq.Socket], timeout_s: float) -> bool:
     return bool(poller.poll(timeout_s * 1000))
 
 
-def receive_all(router: zmq.Socket, limit: int = 64) -> list[tuple[bytes, list[bytes]]]:
-    """(sender's identity, frames) of every message that is there, up to `limit`. Does not wait."""
-    messages: list[tuple[bytes, list[bytes]]] = []
-    while len(messages) < limit and router.poll(0):
-        sender, *frames = router.recv_multipart()
-        messages.append((sender, frames))
+def receive_all(router: zmq.Socket, limit: int = 64) -> list[tuple[bytes, list[bytes | memoryview]]]:
+    """(sender's identity, frames) of every message that is there, up to `limit`. Does not wait. Large frames are views of zmq's memory."""
+    messages: list[tuple[bytes, list[bytes | memoryview]]] = []
+    with contextlib.suppress(zmq.Again):
+        while len(messages) < limit:
+            sender, *frames = router.recv_multipart(zmq.DONTWAIT, copy=False)
+            messages.append((sender.bytes, [frame.buffer if len(frame) > _COPIED_BYTES else frame.bytes for frame in frames]))
     return messages
 
 

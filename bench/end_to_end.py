@@ -1,0 +1,105 @@
+"""Whole runs: trained samples and tokens a second, win rate against wall time, asynchronous against `--synchronous`, and what scales.
+
+What is limited here: the machine's cores (or GPUs), which trainer, vLLM and games share. The limit is the slower of two halves that
+cannot overlap with themselves: what a synchronous run, measured in the same run, spends generating and what it spends training; the
+asynchronous run cannot be faster than the longer half alone.
+
+The demo's setting, without evaluation; rates are from the end of the first round to the end of the last. Asynchronous and synchronous
+runs alternate. The scaling tables change one thing at a time: rollout workers, samples a step, model size. The knee is the last value
+that still gave at least 10 % over the one before it.
+
+    python bench/end_to_end.py --workers 1 2 4 --samples 8 16 --models demo 4m
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.common import Result, alternate, make_parser, parse
+from bench.models import model_folder
+from bench.runs import Run, demo_flags, finished_run
+
+KNEE = 1.10
+
+
+def measure(steps: int, *flags: str) -> dict[str, Any]:
+    """One run; what its rounds say."""
+    with finished_run(demo_flags("--max-steps", str(steps), *flags)) as run:
+        rounds = run.metrics()
+        shares = {tag: _mean(rounds, tag) for tag in sorted(set().union(*rounds)) if tag.startswith("Time/")}
+        return {"samples_per_s": run.samples_per_s(), "tokens_per_s": run.tokens_per_s(), "wins": _wins(run), "shares": shares}
+
+
+def _mean(rounds: list[dict[str, Any]], tag: str) -> float:
+    values = [line[tag] for line in rounds[1:] if tag in line]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _wins(run: Run) -> list[tuple[float, float]]:
+    """(seconds since the first round began to count, share of the last episodes that were won)."""
+    rounds = run.metrics()
+    return [(line["time"] - rounds[0]["time"], line["TextWorld/WinRate"]) for line in rounds if "TextWorld/WinRate" in line]
+
+
+def compare_modes(result: Result, args: argparse.Namespace) -> None:
+    sides = {"asynchronous": (), "synchronous": ("--synchronous",)}
+    runs = alternate(
+        {side: lambda flags=flags: measure(args.steps, *flags) for side, flags in sides.items()}, repeats=args.repeats, warmup=0
+    )
+    for side, values in runs.items():
+        result.add("trained samples", [value["samples_per_s"] for value in values], "samples/s", "higher", mode=side)
+        result.add("trained tokens", [value["tokens_per_s"] for value in values], "tokens/s", "higher", mode=side)
+        for value in values:
+            result.series("win rate against wall time", value["wins"], x="s", y="share won", mode=side)
+        for tag in values[0]["shares"]:
+            result.add(tag, [100 * value["shares"].get(tag, 0.0) for value in values], "% of wall time", mode=side)
+    ratio = result.ratio("samples/s asynchronous / synchronous", *([v["samples_per_s"] for v in runs[side]] for side in sides))
+    result.target("samples/s asynchronous / synchronous", ratio, at_least=1.6)
+
+
+def scale(result: Result, what: str, values: list[Any], flags: Any, args: argparse.Namespace) -> None:
+    """One row a value, all other things as in the demo."""
+    rates = []
+    for value in values:
+        run = measure(args.steps, *flags(value))
+        rates.append(result.add("trained samples", run["samples_per_s"], "samples/s", "higher", **{what: value}))
+        result.add("trained tokens", run["tokens_per_s"], "tokens/s", "higher", **{what: value})
+        for tag in ("Time/trainer/wait", "Time/rollout/reply", "Time/rollout/work"):
+            if tag in run["shares"]:
+                result.add(tag, 100 * run["shares"][tag], "% of wall time", **{what: value})
+    if len(values) > 1:
+        result.note(f"{what}: {knee(values, rates)}")
+
+
+def knee(values: list[Any], rates: list[float]) -> str:
+    """Where more stops helping."""
+    for index in range(1, len(values)):
+        if rates[index] < KNEE * rates[index - 1]:
+            return f"the knee is at {values[index - 1]}: {values[index]} gives {rates[index] / rates[index - 1]:.2f} times its samples/s"
+    return f"no knee up to {values[-1]}"
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeats=3)
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4], help="rollout processes, for the scaling table")
+    parser.add_argument("--samples", type=int, nargs="*", default=[8, 16, 32], help="most samples of a step and rank, likewise")
+    parser.add_argument("--models", nargs="*", default=["demo", "4m"], help="models, likewise: demo, 4m, 25m, 0.75b or a folder")
+    args = parse(parser)
+    if args.quick:
+        args.steps, args.repeats, args.workers, args.samples, args.models = 3, 1, [], [], []
+    result = Result("end_to_end", args)
+    compare_modes(result, args)
+    scale(result, "rollout_workers", args.workers, lambda number: ("--num-rollout-workers", str(number)), args)
+    scale(result, "samples_per_step_and_rank", args.samples, lambda number: ("--batch-size", str(number)), args)
+    with tempfile.TemporaryDirectory() as temporary:
+        scale(result, "model", args.models, lambda name: ("--model-path", str(model_folder(name, Path(temporary)))), args)
+    result.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""accerl_mp's path from rollout to trainer memory, with its own parts: codec, samples channel, ingest's Inbox and Rings, RingReader.
+
+    W rollout processes --ipc--> ingest process --ring--> trainer process
+
+Only who deals the games is left out. Used by bench/transport.py.
+"""
+
+import multiprocessing as mp
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import SpawnContext
+from multiprocessing.synchronize import Barrier, Event
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from accerl_mp.ingest.balance import FlopsEstimate
+from accerl_mp.ingest.inbox import Inbox
+from accerl_mp.ingest.rings import Rings
+from accerl_mp.samples import RLSample
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport import channels, codec, sockets
+from accerl_mp.transport.process import keep_freed_memory
+from accerl_mp.transport.ring import RingReader, SharedRing
+from bench.transport_common import POLL_S, Arrivals, Clock, Stream, make_groups, stamped
+
+_TIMEOUT_S = 120.0
+
+
+class Played:
+    """Takes the place of ingest's dealer: nothing was dealt, so nothing has to be taken off its books."""
+
+    def finish(self, group_id: int) -> None:
+        pass
+
+    def fail(self, group_id: int, reason: str) -> None:
+        raise RuntimeError(f"group {group_id} did not arrive whole: {reason}")
+
+
+def run(stream: Stream) -> dict[str, Any]:
+    """One stream of samples through new processes; what the trainer saw."""
+    context = mp.get_context("spawn")
+    with _paths() as paths:
+        ready, stop, answers = context.Barrier(stream.num_workers + 3), context.Event(), context.SimpleQueue()
+        clock = Clock()
+        SharedRing.create(paths.ring(0), stream.ring_slots, stream.ring_bytes)
+        roles = [(_ingest, (paths.run_dir, ready, stop)), (_trainer, (paths.run_dir, stream, ready, answers))]
+        roles += [(_rollout, (paths.run_dir, stream, index, ready)) for index in range(stream.num_workers)]
+        processes = [_start(context, target, arguments) for target, arguments in roles]
+        try:
+            ready.wait(_TIMEOUT_S)
+            clock.start()
+            measured = answers.get()
+            measured["cpu_s"] = clock.cpu_seconds()
+        finally:
+            stop.set()
+            for process in processes:
+                process.join(_TIMEOUT_S)
+        return measured
+
+
+@contextmanager
+def _paths() -> Iterator[RunPaths]:
+    folder = Path(tempfile.mkdtemp(prefix="accerl-bench-"))
+    paths = RunPaths(folder)
+    try:
+        yield paths
+    finally:
+        paths.ring(0).unlink(missing_ok=True)
+        shutil.rmtree(paths.sockets, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(context: SpawnContext, target: Any, arguments: tuple) -> Any:
+    process = context.Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier) -> None:
+    """Sends its share of the groups; at most MAX_UNACKED of them are on their way."""
+    keep_freed_memory()
+    context = sockets.new_context()
+    socket = sockets.connect_dealer(context, RunPaths(run_dir), channels.SAMPLES, identity=f"rollout/{index}")
+    groups = make_groups(stream, index)
+    num_unacked = 0
+    ready.wait(_TIMEOUT_S)
+    for group in stream.paced(groups, index):
+        while num_unacked >= channels.MAX_UNACKED or socket.poll(0):
+            socket.recv()
+            num_unacked -= 1
+        _send(socket, stamped(group))
+        num_unacked += 1
+    while num_unacked:
+        socket.recv()
+        num_unacked -= 1
+    socket.close()
+    context.term()
+
+
+def _send(socket: zmq.Socket, group: list[RLSample]) -> None:
+    """As rollout/work.py does, without records of episodes."""
+    header = {"op": "group", "group_id": group[0].group_id, "kind": "train", "eval_id": -1, "outcome": "samples", "episodes": []}
+    socket.send_multipart([channels.pack("played", header), *codec.encode_samples(group)])
+
+
+def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:
+    """Ingest's loop, less dealing and metrics."""
+    keep_freed_memory()
+    context = sockets.new_context()
+    paths = RunPaths(run_dir)
+    rings = Rings([SharedRing.attach_writer(paths.ring(0))], FlopsEstimate(), reuse=1)
+    inbox = Inbox(context, paths, rings=rings, dealer=Played(), take_evaluated=lambda _: None)  # type: ignore[arg-type]
+    ready.wait(_TIMEOUT_S)
+    while not stop.is_set():
+        sockets.wait_readable([inbox.socket], 0.001 if inbox.num_waiting else 0.02)
+        inbox.receive()
+        inbox.put()
+    inbox.close()
+    rings.close()
+    context.term()
+
+
+def _trainer(run_dir: Path, stream: Stream, ready: Barrier, answers: Any) -> None:
+    """Reads whatever is there, as Replay does, and releases it."""
+    keep_freed_memory()
+    reader = SharedRing.attach_reader(RunPaths(run_dir).ring(0))
+    arrivals = Arrivals(stream.num_samples)
+    ready.wait(_TIMEOUT_S)
+    seen = 0
+    while not arrivals.complete:
+        if reader.last_sequence == seen:
+            time.sleep(POLL_S)
+            continue
+        seen = reader.last_sequence
+        _read_all(reader, arrivals)
+    answers.put(arrivals.summary())
+    reader.close()
+
+
+def _read_all(reader: RingReader, arrivals: Arrivals) -> None:
+    for record in reader.ready():
+        sample = reader.read(record)
+        if sample is None:
+            raise RuntimeError(f"record {record.sequence} was torn: nothing may overtake the reader here")
+        arrivals.add(sample.reward, len(sample))
+        reader.release(record, "trained")

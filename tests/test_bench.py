@@ -1,0 +1,141 @@
+"""The scripts in bench/ still run, and their last line is what it should be. Nothing here looks at a speed."""
+
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench import common, compare, packing  # noqa: E402
+from bench.episodes import Shape, draw_shapes, make_sample, recorded_shapes  # noqa: E402
+
+
+def run_script(*words: object, timeout_s: float = 100.0) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, words)]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return ended.stdout
+
+
+def run_bench(name: str, out: Path, *flags: object, timeout_s: float = 100.0) -> dict[str, Any]:
+    """The result in the last line, which is also in `--out`."""
+    output = run_script(f"bench/{name}.py", "--quick", "--out", out, *flags, timeout_s=timeout_s)
+    result = json.loads(output.strip().splitlines()[-1])
+    common.check_result(result, name)
+    assert result["bench"] == name
+    assert result == common.read_result(out)
+    assert "load average" in output
+    return result
+
+
+def named(result: dict[str, Any], name: str, **labels: object) -> list[dict[str, Any]]:
+    return [one for one in result["measures"] if one["name"] == name and labels.items() <= one["labels"].items()]
+
+
+def test_packing_runs_and_plots_and_compares_with_itself(tmp_path: Path) -> None:
+    result = run_bench("packing", tmp_path / "packing.json")
+    for one in result["measures"]:
+        assert not one["unit"].startswith("%") or 0 < one["median"] <= 100, one
+    assert run_script("bench/compare.py", tmp_path / "packing.json", tmp_path / "packing.json").count("WORSE") == 0
+    run_script("bench/plots.py", tmp_path / "packing.json", "--out", tmp_path)
+    assert (tmp_path / "packing.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_transport_runs_and_leaves_nothing(tmp_path: Path) -> None:
+    result = run_bench("transport", tmp_path / "transport.json")
+    rate, size = named(result, "samples")[0], named(result, "bytes")[0]
+    assert size["median"] > rate["median"] * 500 * 25 / 1e6, "a token takes at least 25 bytes"
+    assert named(result, "limit: memcpy, one core")[0]["median"] > 0
+    p50, p95 = named(result, "latency p50")[0], named(result, "latency p95")[0]
+    assert 0 < p50["median"] <= p95["median"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_transport_runs_beside_ray(tmp_path: Path) -> None:
+    result = run_bench("transport", tmp_path / "transport.json", "--vs", "ray", timeout_s=380)
+    assert {one["labels"]["side"] for one in named(result, "samples")} == {"accerl_mp", "ray, lists", "ray, arrays"}
+    assert any("ray, lists" in ratio["name"] for ratio in result["ratios"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_trainer_runs(tmp_path: Path) -> None:
+    result = run_bench("trainer", tmp_path / "trainer.json", timeout_s=230)
+    assert {one["labels"]["setting"] for one in named(result, "MFU")} == {"base", "full_logits", "padded"}
+    assert all(one["median"] > 0 for one in named(result, "memory, a step's peak beside the rest"))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["startup", "rollout", "end_to_end"])
+def test_scripts_that_start_vllm_run(name: str, tmp_path: Path) -> None:
+    run_bench(name, tmp_path / f"{name}.json", timeout_s=580)
+
+
+def test_pairs_alternate_and_warm_ups_do_not_count() -> None:
+    calls: list[str] = []
+    sides = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}
+    values = common.alternate(sides, repeats=3, warmup=1)
+    assert "".join(calls) == "baabbaab"
+    assert values == {"a": [3, 6, 7], "b": [4, 5, 8]}
+    assert all(first == second or {first, second} == {"a", "b"} for first, second in pairwise(calls))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda result: result.pop("hardware"),
+        lambda result: result["measures"].clear(),
+        lambda result: result["measures"][0]["samples"].clear(),
+        lambda result: result["measures"][0].update(median=float("nan")),
+    ],
+)
+def test_a_result_that_is_none_is_refused(damage: Any) -> None:
+    measure = {"name": "x", "unit": "s", "better": "lower", "labels": {}, "samples": [1.0], "median": 1.0, "p95": 1.0}
+    result = dict.fromkeys(common.RESULT_FIELDS, "") | {"measures": [measure]}
+    common.check_result(result, "it")
+    damage(result)
+    with pytest.raises(common.ResultError):
+        common.check_result(result, "it")
+
+
+def test_compare_tells_better_from_worse_and_noise_from_both() -> None:
+    def result(*samples: float) -> dict[str, Any]:
+        one = {"name": "rate", "unit": "/s", "better": "higher", "labels": {"side": "a"}, "samples": list(samples)}
+        return {"measures": [one | {"median": float(np.median(samples)), "p95": 0.0}]}
+
+    verdicts = [compare.changes(result(10, 11, 12), result(*after))[0] for after in ((13, 14, 15), (7, 8, 9), (9, 10, 12.5))]
+    assert [(one["better"], one["apart"]) for one in verdicts] == [(True, True), (False, True), (False, False)]
+    assert verdicts[0]["ratio"] == pytest.approx(14 / 11)
+
+
+@pytest.mark.parametrize("name", packing.PACKERS)
+def test_every_packer_packs_each_sample_once_within_the_budget(name: str) -> None:
+    shapes = draw_shapes(np.random.default_rng(1), "long")
+    lengths = [next(shapes).num_tokens for _ in range(300)]
+    packs = packing.PACKERS[name](lengths, 8192, 16)
+    assert sorted(index for pack in packs for index in pack) == list(range(300))
+    assert all(sum(lengths[index] for index in pack) <= 8192 and 0 < len(pack) <= 16 for pack in packs)
+
+
+def test_the_reference_packs_its_documented_example() -> None:
+    lengths = [100, 3000, 8000, 9, 7000, 50]
+    packs = packing.reference(lengths, 16384, 2)
+    assert [[lengths[index] for index in pack] for pack in packs] == [[8000, 7000], [3000, 100], [50, 9]]
+
+
+def test_made_samples_have_the_recorded_shape() -> None:
+    for shape in recorded_shapes("long")[:50]:
+        sample = make_sample(np.random.default_rng(0), shape)
+        assert Shape(len(sample), sample.num_trained, sample.num_turns) == shape
