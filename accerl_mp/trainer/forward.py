@@ -34,7 +34,8 @@ def micro_batch_forward(model: nn.Module, batch: MicroBatch, config: Config, *, 
     output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **arguments)
     logits = output.logits
     rows = logits[0] if only_needed else logits.flatten(0, 1)[batch.prediction_indices]
-    logprobs, entropy = token_logprobs(rows, batch.targets, temperature=config.inference.infer_temperature)
+    compiled = config.model.compile == "on"
+    logprobs, entropy = token_logprobs(rows, batch.targets, temperature=config.inference.infer_temperature, compiled=compiled)
     balance = router_balance(output.router_logits, model.config.num_experts_per_tok, _is_real(batch)) if with_balance else None
     return Forward(logprobs, entropy, balance)
 
