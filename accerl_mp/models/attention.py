@@ -11,7 +11,6 @@ all are plain causal attention over the rows of a batch: padding on the right ne
 """
 
 import importlib.util
-
 from dataclasses import dataclass
 from typing import Any
 
