@@ -65,9 +65,10 @@ class MemoryPlan:
     def warnings(self) -> list[str]:
         if sum(self.trainer.values()) <= self.trainer_share_bytes or self.problems():
             return []
+        needed, parts = _gib(sum(self.trainer.values())), _parts(self.trainer)
         return [
-            f"a trainer rank may need {_gib(sum(self.trainer.values()))} ({_parts(self.trainer)}), but has "
-            f"{_gib(self.trainer_share_bytes)}: if it runs out of memory, lower --train-token-budget (or --batch-size) or give --gradient-checkpointing"
+            f"a trainer rank may need {needed} ({parts}), but has {_gib(self.trainer_share_bytes)}: if it runs out of memory, "
+            "lower --train-token-budget (or --batch-size) or give --gradient-checkpointing"
         ]
 
     def lines(self) -> list[str]:
@@ -172,4 +173,5 @@ def _gib(size_bytes: int) -> str:
 
 
 def _parts(parts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+    """What shows at one decimal."""
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if abs(size) >= GIB // 20) or "next to nothing"
