@@ -37,7 +37,10 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str) -> "Segments":
+        device = torch.device(device)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        if device.type == "cuda":  # from pageable memory the copy would wait for the GPU
+            ends = ends.pin_memory()
         return cls(lengths, ends.to(device, non_blocking=True))
 
     def forward_arguments(self, attention: str) -> dict[str, Any]:
