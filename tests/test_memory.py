@@ -1,6 +1,8 @@
 """The estimate of a GPU's memory: exact where it can be, refusals with the arithmetic, prepare's own use of it."""
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,15 @@ import torch
 from trainer_cases import config_for
 
 from accerl_mp.config import Config, resolve
+from accerl_mp.launcher import prepare
 from accerl_mp.launcher.environment import gpu_plan, rank_environment
 from accerl_mp.models.build import build_empty
 from accerl_mp.models.memory import GIB, MemoryPlan, plan_memory
 from accerl_mp.topology import gpu_memory_bytes
+from accerl_mp.trainer.ranks import wait_for_engine
+from accerl_mp.transport.board import Board
+from accerl_mp.transport.errors import DeadlineExpired
+from accerl_mp.transport.health import Health, HealthTable
 
 H200 = 143771 << 20
 HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
@@ -122,3 +129,36 @@ def test_one_gpu_runs_both_and_shares_ipc_memory(monkeypatch: pytest.MonkeyPatch
     two = resolve(Config(), num_gpus=2, log_dir="unused")
     assert "expandable_segments" in rank_environment(two, gpu_plan(two))["PYTORCH_CUDA_ALLOC_CONF"]
     assert gpu_plan(two).inference == [["1"]]
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_the_launcher_prints_the_plan_and_keeps_its_kv_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As launch.sh calls it on a machine with one GPU; nothing of the GPU itself is touched."""
+    games = tmp_path / "games"
+    games.mkdir()
+    for name in ("a.z8", "a.json"):
+        (games / name).write_text("{}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    model = Path(prepare.__file__).parent.parent / "presets" / "demo_model"
+    flags = f"--model-path {model} --tw-game-dir {games} --log-dir {tmp_path / 'run'} --batch-size 4 --gpu-memory-utilization".split()
+    command = [sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", str(tmp_path / "answer"), "--", *flags]
+    refused = subprocess.run([*command, "0.01"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "--gpu-memory-utilization gives vLLM 1.4 GiB of the GPU's 140.4 GiB" in refused.stderr
+    done = subprocess.run([*command, "0.5"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "GPU memory, estimated, of 140.4 GiB, shared by both:" in done.stderr
+    config = Config.load(tmp_path / "run" / "args.json")
+    assert config.run.placement == "colocated"
+    assert 60 < config.inference.kv_cache_gib < 70.2
+
+
+def test_the_trainer_starts_after_the_engine_when_they_share_a_gpu() -> None:
+    table = HealthTable.detached(["trainer/0", "inference/0"])
+    health, engine = (Health(name, table=table, board=Board.detached()) for name in table.names)
+    colocated = _config(inference_start_timeout_s=0.3)
+    wait_for_engine(_config(placement="dedicated"), health)  # returns at once
+    with pytest.raises(DeadlineExpired, match="inference/0"):
+        wait_for_engine(colocated, health)
+    engine.set_state("running")
+    wait_for_engine(colocated, health)
