@@ -46,9 +46,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logits, targets, normalisers = ctx.saved_tensors
         inverse_temperature, chunk_rows, compiled = ctx.settings
         grads = torch.empty_like(logits)
-        row_grads = _compiled_grads() if compiled else _row_grads
+        row_grads = _compiled_grads() if compiled else _write_grads
         for rows in _chunks(logits.shape[0], chunk_rows):
-            grads[rows] = row_grads(logits[rows], targets[rows], normalisers[rows], grad_logprobs[rows], inverse_temperature)
+            row_grads(grads[rows], logits[rows], targets[rows], normalisers[rows], grad_logprobs[rows], inverse_temperature)
         return grads, None, None, None, None
 
 
@@ -65,17 +65,19 @@ def _reduce_rows(logits: Tensor, targets: Tensor, inverse_temperature: float) ->
     return logprobs, log_z, log_z - (probabilities * scaled.clamp(min=-1e30)).sum(-1)  # a masked logit is -inf: 0 * -inf
 
 
-def _row_grads(logits: Tensor, targets: Tensor, log_z: Tensor, grad_logprobs: Tensor, inverse_temperature: float) -> Tensor:
+def _write_grads(out: Tensor, logits: Tensor, targets: Tensor, log_z: Tensor, grad_logprobs: Tensor, inverse_temperature: float) -> None:
     scale = (grad_logprobs * inverse_temperature)[:, None]
     chunk = torch.exp(logits.float() * inverse_temperature - log_z[:, None]).mul_(-scale)
-    return chunk.scatter_add_(-1, targets[:, None], scale).to(logits.dtype)
+    out.copy_(chunk.scatter_add_(-1, targets[:, None], scale))
 
 
-def _row_grads_in_one_pass(logits: Tensor, targets: Tensor, log_z: Tensor, grad_logprobs: Tensor, inverse_temperature: float) -> Tensor:
+def _write_grads_in_one_pass(
+    out: Tensor, logits: Tensor, targets: Tensor, log_z: Tensor, grad_logprobs: Tensor, inverse_temperature: float
+) -> None:
     """The same without a scatter, which would keep the compiler from fusing it."""
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     probabilities = torch.exp(logits.float() * inverse_temperature - log_z[:, None])
-    return ((is_target.float() - probabilities) * (grad_logprobs * inverse_temperature)[:, None]).to(logits.dtype)
+    out.copy_((is_target.float() - probabilities) * (grad_logprobs * inverse_temperature)[:, None])
 
 
 @cache
@@ -85,4 +87,4 @@ def _compiled_reduce():
 
 @cache
 def _compiled_grads():
-    return torch.compile(_row_grads_in_one_pass, dynamic=True)
+    return torch.compile(_write_grads_in_one_pass, dynamic=True)
