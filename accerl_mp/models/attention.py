@@ -67,9 +67,9 @@ def segment_attention(
     """`query` [B, H, S, D], `key` and `value` with H or fewer heads; returns [B, S, H, D]. Segments only with B = 1."""
     _refuse_unsupported(module, others)
     lengths = segment_lengths or [query.shape[2]]
-    has_groups = _num_groups(module, query, key) > 1
+    grouped = {"enable_gqa": True} if _num_groups(module, query, key) > 1 else {}  # a branch: compiled, the comparison is a symbol
     parts = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
-    outputs = [_causal(*part, scaling=scaling, sliding_window=sliding_window, has_groups=has_groups) for part in parts]
+    outputs = [_causal(*part, sliding_window=sliding_window, scale=scaling, **grouped) for part in parts]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2), None
 
@@ -166,15 +166,15 @@ def _varlen_obstacle(device: torch.device, dtype: torch.dtype, config: Pretraine
     return None
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None, has_groups: bool) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, *, sliding_window: int | None, **options: Any) -> Tensor:
     """One sample (or a batch of rows) attending to itself and to the left."""
     length = query.shape[2]
     if sliding_window is None or length <= sliding_window:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=has_groups)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
     positions = torch.arange(length, device=query.device)
     distance = positions[:, None] - positions[None, :]
     mask = (distance >= 0) & (distance < sliding_window)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=has_groups)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
 
 def _num_groups(module: torch.nn.Module, query: Tensor, key: Tensor) -> int:

@@ -44,6 +44,12 @@ def wait_for_engine(config: Config, health: Health) -> None:
             time.sleep(0.05)
 
 
+def limit_memory(config: Config) -> None:
+    """Colocated: the trainer runs out of memory by itself before it takes what vLLM will need. Without effect elsewhere."""
+    if config.run.placement == "colocated":
+        torch.cuda.set_per_process_memory_fraction(1.0 - (config.inference.gpu_memory_utilization or 0.0))
+
+
 class Ranks:
     """This process as one of the trainer's ranks. Numbers travel over gloo on the CPU, so a GPU never waits for them."""
 

@@ -13,7 +13,7 @@ from accerl_mp.models.build import compute_dtype
 from accerl_mp.models.fsdp import decoder_layers
 from accerl_mp.models.names import iter_weights
 from accerl_mp.trainer.probe import forced_logprobs
-from accerl_mp.trainer.ranks import Ranks
+from accerl_mp.trainer.ranks import Ranks, limit_memory
 from accerl_mp.trainer.sharded import build_sharded
 from accerl_mp.transport.health import Health
 
@@ -126,6 +126,18 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
         used.append(torch.cuda.memory_allocated())
     ranks.leave()
     assert used[3] == used[1]
+
+
+def test_on_a_shared_card_the_trainer_stops_at_its_share() -> None:
+    total = torch.cuda.get_device_properties(0).total_memory
+    try:
+        limit_memory(config_for(Path("unused"), placement="colocated", gpu_memory_utilization=0.9))
+        torch.empty(int(0.05 * total), dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(int(0.15 * total), dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "llama"])
