@@ -230,10 +230,12 @@ def _cannot_be_made(option: str, folder: Path) -> Iterator[str]:
 def _gpus(config: Config, num_gpus: int) -> Iterator[str]:
     run, inference = config.run, config.inference
     infer_gpus = inference.infer_size * inference.infer_tp_size
-    if run.placement == "colocated":
+    if run.placement == "colocated" and num_gpus < 1:
+        yield "--placement colocated needs a GPU, but none is visible (nvidia-smi -L; CUDA_VISIBLE_DEVICES): use --placement cpu"
+    if run.placement == "colocated" and (run.fsdp_world_size, infer_gpus) != (1, 1):
         yield (
-            "--placement colocated (one GPU for both) is not built yet: weights would have no way to vLLM; use --placement cpu, "
-            "or dedicated with two GPUs or more"
+            f"--placement colocated is one trainer rank and one engine on one GPU, got --fsdp-world-size {run.fsdp_world_size} and "
+            f"--infer-size {inference.infer_size} x --infer-tp-size {inference.infer_tp_size}: leave them out, or use --placement dedicated"
         )
     needed = run.fsdp_world_size + infer_gpus
     if run.placement == "dedicated" and num_gpus < needed:

@@ -196,6 +196,9 @@ class InferenceConfig:
     vllm_max_model_len: int | None = flag(None, "vLLM's context length (default: the window, which holds the replies too)")
     disable_vllm_prefix_caching: bool = flag(False, "recompute the whole prompt at every turn")
     gpu_memory_utilization: float | None = flag(None, "share of a GPU's memory for vLLM (default: 0.85 dedicated, 0.35 colocated)")
+    kv_cache_gib: float | None = flag(
+        None, "GiB of vLLM's KV cache on each of its GPUs (default: its share less weights, staging and working memory)", above=0
+    )
     enforce_eager: bool = flag(False, "no CUDA graphs in vLLM")
     enable_expert_parallel: bool = flag(False, "spread a MoE model's experts over --infer-tp-size GPUs")
     inference_start_timeout_s: float = flag(900.0, "an engine may take this long to start", above=0)

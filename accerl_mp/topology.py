@@ -76,6 +76,18 @@ def visible_gpus() -> list[str]:
     return [str(index) for index, line in enumerate(filter(lambda text: text.startswith("GPU "), listing.stdout.splitlines()))]
 
 
+def gpu_memory_bytes(gpus: list[str]) -> int | None:
+    """Memory of the smallest of these CUDA_VISIBLE_DEVICES entries; None where nvidia-smi does not know them all."""
+    if not gpus or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
+    cards = [(index, uuid, int(size)) for index, uuid, size in (row for row in rows if len(row) == 3) if size.isdigit()]
+    sizes = [next((size for index, uuid, size in cards if gpu == index or uuid.startswith(gpu)), None) for gpu in gpus]
+    return None if None in sizes else min(size for size in sizes if size is not None) << 20
+
+
 @dataclass(frozen=True)
 class GpuPlan:
     """CUDA_VISIBLE_DEVICES entries of each process."""

@@ -122,7 +122,8 @@ def test_defaults_follow_from_the_gpus(num_gpus: int, expected: tuple) -> None:
 def test_after_resolve_no_none_means_default() -> None:
     config = resolve(Config(), num_gpus=0, log_dir="runs/x")
     meaningful = {
-        "chat_template", "tw_game_limit", "dual_clip", "train_token_budget", "fsdp_master_port", "max_sync_rounds", "eval_game_dir"
+        "chat_template", "tw_game_limit", "dual_clip", "train_token_budget", "fsdp_master_port", "max_sync_rounds", "eval_game_dir",
+        "kv_cache_gib",
     }  # fmt: skip
     assert {name for name, value in config.to_flat().items() if value is None} == meaningful
     assert config.replay.replay_capacity == 16 * 8 * 4
@@ -179,7 +180,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"eval_game_dir": "/no/such"}, "--eval-game-dir /no/such: no such folder"),
     ({"checkpoint_every_sync_rounds": 5}, "needs --save-checkpoint"),
     ({"placement": "dedicated", "fsdp_world_size": 3, "num_rollout_workers": 3}, "needs 4 GPUs (--fsdp-world-size 3 + --infer-size 1 x"),
-    ({"placement": "colocated"}, "--placement colocated"),
+    ({"placement": "colocated", "fsdp_world_size": 1}, "--placement colocated needs a GPU"),
+    ({"placement": "colocated", "fsdp_world_size": 2}, "--placement colocated is one trainer rank and one engine on one GPU"),
     ({"min_lr_ratio": 2.0}, "--min-lr-ratio must be between 0 and 1"),
     ({"learning_rate": float("nan")}, "--learning-rate must be a finite number"),
     ({"tw_game_pattern": "/games/*.z8"}, "is an absolute path"),

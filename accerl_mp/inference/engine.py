@@ -203,6 +203,8 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
     }
     if is_cpu:
         return arguments | {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "block_size": _CPU_BLOCK_SIZE}
+    if inference.kv_cache_gib:  # vLLM then measures nothing, which a trainer on the same card would disturb
+        arguments["kv_cache_memory_bytes"] = int(inference.kv_cache_gib * 2**30)
     return arguments | {"gpu_memory_utilization": inference.gpu_memory_utilization}
 
 

@@ -11,11 +11,15 @@ import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accerl_mp import checks, cli, log
 from accerl_mp.config import Config, ConfigError, resolve
 from accerl_mp.launcher.sweep import lock, sweep
-from accerl_mp.topology import RunPaths, visible_gpus
+from accerl_mp.topology import RunPaths, gpu_memory_bytes, visible_gpus
+
+if TYPE_CHECKING:
+    from accerl_mp.models.memory import MemoryPlan
 
 _PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir")
 _DEMO_GAMES = Path("runs/demo_games")
@@ -64,12 +68,17 @@ def _prepare(words: list[str]) -> Config:
     config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"))
     paths = RunPaths(Path(config.metrics.log_dir or ""))
     problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config)
+    plan = None if problems else _memory_plan(config)
+    problems += plan.problems() if plan else []
     with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:
         problems += _export_tokenizer(config, Path(folder)) + _model_problems(config)
         if problems:
             raise ConfigError(problems)
-        for warning in checks.warnings(config, typed):
+        for warning in checks.warnings(config, typed) + (plan.warnings() if plan else []):
             print(f"launch.sh: warning: {warning}", file=sys.stderr)
+        if plan:
+            print("\n".join(f"launch.sh: {line}" for line in plan.lines()), file=sys.stderr)
+            config = config.replace(kv_cache_gib=config.inference.kv_cache_gib or plan.kv_cache_bytes / 2**30)
         _make_run_folder(paths, config, words)
         shutil.copytree(folder, paths.tokenizer)
     return config
@@ -115,6 +124,22 @@ def _model_problems(config: Config) -> list[str]:
     from accerl_mp.models.build import model_problems
 
     return model_problems(config, torch.device("cpu" if config.run.placement == "cpu" else "cuda"))
+
+
+def _memory_plan(config: Config) -> "MemoryPlan | None":
+    """None on cpu, where nvidia-smi does not say what the cards have, and where the model is refused anyway."""
+    card_bytes = None if config.run.placement == "cpu" else gpu_memory_bytes(visible_gpus())
+    if card_bytes is None:
+        return None
+    import torch
+
+    from accerl_mp.models.build import load_model
+    from accerl_mp.models.memory import plan_memory
+
+    try:
+        return plan_memory(load_model(config, torch.device("cuda"), meta=True), config, card_bytes)
+    except (ValueError, OSError, ImportError):
+        return None  # `_model_problems` says what it is
 
 
 def _make_run_folder(paths: RunPaths, config: Config, words: list[str]) -> None:

@@ -33,13 +33,14 @@ def micro_batch_forward(model: nn.Module, batch: MicroBatch, config: Config, *, 
         arguments["output_router_logits"] = True
     only_needed = config.batch.train_logprob_mode == "response_only_lm_head" and batch.is_packed
     reduce = _in_chunks if getattr(model, "has_chunked_head", False) else _from_logits
-    logprobs, entropy, router_logits = reduce(model, batch, arguments, only_needed, config.inference.infer_temperature)
+    logprobs, entropy, router_logits = reduce(model, batch, arguments, only_needed, config)
     balance = router_balance(router_logits, model.config.num_experts_per_tok, _is_real(batch)) if with_balance else None
     return Forward(logprobs, entropy, balance)
 
 
-def _in_chunks(model: nn.Module, batch: MicroBatch, arguments: dict[str, Any], only_needed: bool, temperature: float) -> Reduced:
+def _in_chunks(model: nn.Module, batch: MicroBatch, arguments: dict[str, Any], only_needed: bool, config: Config) -> Reduced:
     """Logits of a chunk of rows at a time; of all rows, or of those that are needed."""
+    temperature = config.inference.infer_temperature
     if only_needed:
         return model(**arguments, rows=Rows(batch.prediction_indices, batch.targets, temperature))
     following = batch.input_ids.flatten().roll(-1)
@@ -48,13 +49,15 @@ def _in_chunks(model: nn.Module, batch: MicroBatch, arguments: dict[str, Any], o
     return logprobs[batch.prediction_indices], entropy[batch.prediction_indices], router_logits
 
 
-def _from_logits(model: nn.Module, batch: MicroBatch, arguments: dict[str, Any], only_needed: bool, temperature: float) -> Reduced:
+def _from_logits(model: nn.Module, batch: MicroBatch, arguments: dict[str, Any], only_needed: bool, config: Config) -> Reduced:
     """Of a model whose head can't be taken apart."""
     if only_needed:
         arguments |= {"logits_to_keep": batch.prediction_indices}
     output = model(**arguments)
     rows = output.logits[0] if only_needed else output.logits.flatten(0, 1)[batch.prediction_indices]
-    return *token_logprobs(rows, batch.targets, temperature=temperature), getattr(output, "router_logits", None)
+    compiled, temperature = config.model.compile == "on", config.inference.infer_temperature
+    reduced = token_logprobs(rows, batch.targets, temperature=temperature, compiled=compiled)
+    return *reduced, getattr(output, "router_logits", None)
 
 
 def micro_batch_logprobs(model: nn.Module, batch: MicroBatch, config: Config) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from accerl_mp.algorithms.logprobs import CHUNK_ROWS, token_logprobs
+from accerl_mp.algorithms.logprobs import CHUNK_ROWS, COMPILED_CHUNK_ROWS, token_logprobs
 from accerl_mp.models.fsdp import reshard
 
 _log = logging.getLogger(__name__)
@@ -34,11 +34,12 @@ class Rows:
     temperature: float = 1.0
 
 
-def chunk_head(model: nn.Module, device: torch.device, *, chunk_rows: int = CHUNK_ROWS) -> bool:
+def chunk_head(model: nn.Module, device: torch.device, *, compiled: bool = False, chunk_rows: int | None = None) -> bool:
     """Let `model(..., rows=Rows(...))` give Reduced. False, and the model as it was, where that isn't what its own forward computes.
 
     Collective if sharded. It goes through the model's own call, for FSDP's hooks.
     """
+    chunk_rows = chunk_rows or (COMPILED_CHUNK_ROWS if compiled else CHUNK_ROWS)
     own, body, head = model.forward, model.base_model, model.get_output_embeddings()  # type: ignore[operator]
     if body is model or head is None:
         return False
@@ -49,7 +50,8 @@ def chunk_head(model: nn.Module, device: torch.device, *, chunk_rows: int = CHUN
             return own(*arguments, **options)
         output = body(*arguments, **options)
         hidden = output.last_hidden_state.flatten(0, 1)[rows.indices]
-        return *_reduce(_head_of(model, head, rows.temperature), hidden, rows.targets, chunk_rows), getattr(output, "router_logits", None)
+        reduce_chunk = _head_of(model, head, rows.temperature, compiled)
+        return *_reduce(reduce_chunk, hidden, rows.targets, chunk_rows), getattr(output, "router_logits", None)
 
     model.forward = forward  # type: ignore[method-assign]
     model.has_chunked_head = True  # type: ignore[assignment]
@@ -60,14 +62,14 @@ def chunk_head(model: nn.Module, device: torch.device, *, chunk_rows: int = CHUN
     return model.has_chunked_head  # type: ignore[return-value]
 
 
-def _head_of(model: nn.Module, head: nn.Module, temperature: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _head_of(model: nn.Module, head: nn.Module, temperature: float, compiled: bool) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     cap = getattr(model.config, "final_logit_softcapping", None)
 
     def reduce_chunk(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = head(hidden)
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
-        return token_logprobs(logits, targets, temperature=temperature)
+        return token_logprobs(logits, targets, temperature=temperature, compiled=compiled)
 
     return reduce_chunk
 

@@ -15,7 +15,7 @@ from accerl_mp.timing import Timer
 from accerl_mp.trainer.checkpoint import export, export_folder, trainer_state
 from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.probe import forced_logprobs
-from accerl_mp.trainer.ranks import Ranks, prepare_torch
+from accerl_mp.trainer.ranks import Ranks, limit_memory, prepare_torch, wait_for_engine
 from accerl_mp.trainer.recording import RecordedStep, Recorder
 from accerl_mp.trainer.replay import Replay, StepSamples
 from accerl_mp.trainer.sharded import Reference, build_sharded
@@ -37,7 +37,9 @@ def run_trainer(process: Process) -> None:
     config = process.config
     prepare_torch(config)
     size, on_gpu = config.run.fsdp_world_size or 1, config.run.placement != "cpu"
+    wait_for_engine(config, process.health)
     ranks = Ranks.join(rank=process.index, size=size, on_gpu=on_gpu, health=process.health)
+    limit_memory(config)
     with ExitStack() as stack:
         stack.callback(ranks.leave)
         trainer = Trainer(process, ranks, stack)

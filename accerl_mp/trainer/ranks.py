@@ -29,6 +29,27 @@ def prepare_torch(config: Config) -> None:
     torch.use_deterministic_algorithms(config.run.deterministic)
 
 
+def wait_for_engine(config: Config, health: Health) -> None:
+    """Colocated: vLLM takes its share of the card first. Before this process has a CUDA context; without effect elsewhere.
+
+    waits for      inference/0 to be running, at most `--inference-start-timeout-s`
+    a dead peer    the supervisor starts it again meanwhile; PeerLost once it gives up
+    """
+    if config.run.placement != "colocated":
+        return
+    row, limit_s = health.table.row_of("inference/0"), config.inference.inference_start_timeout_s
+    with health.waiting("inference/0 to take its memory", limit_s, "--inference-start-timeout-s", peer="inference") as wait:
+        while health.table.read(row).state != "running":
+            wait.check()
+            time.sleep(0.05)
+
+
+def limit_memory(config: Config) -> None:
+    """Colocated: the trainer runs out of memory by itself before it takes what vLLM will need. Without effect elsewhere."""
+    if config.run.placement == "colocated":
+        torch.cuda.set_per_process_memory_fraction(1.0 - (config.inference.gpu_memory_utilization or 0.0))
+
+
 class Ranks:
     """This process as one of the trainer's ranks. Numbers travel over gloo on the CPU, so a GPU never waits for them."""
 
