@@ -23,6 +23,8 @@ class ProcessView:
     """As in the health table, or `dead` (its pid is gone) or `silent` (alive, without a heartbeat)."""
     waits_for: str
     waits_s: float
+    tick_age_s: float
+    """Since its loop moved."""
     num_restarts: int
     error: str
 
@@ -79,7 +81,7 @@ def _processes(paths: RunPaths) -> tuple[list[ProcessView], str]:
 
 def _view(row: HealthRow) -> ProcessView:
     state = _state(row.state, row.pid, row.beat_age_s)
-    return ProcessView(row.name, row.pid, state, row.waits_for, row.waits_s, row.num_restarts, row.error)
+    return ProcessView(row.name, row.pid, state, row.waits_for, row.waits_s, row.tick_age_s, row.num_restarts, row.error)
 
 
 def _state(state: str, pid: int, beat_age_s: float) -> str:

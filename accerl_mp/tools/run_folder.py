@@ -60,6 +60,10 @@ class RunFolder:
         """status.json (`stats/status.py`)."""
         return _json(self.run_dir / "status.json") or {}
 
+    def started(self) -> float:
+        """`time.time()` when the folder was made ready."""
+        return self.paths.args.stat().st_mtime
+
     def versions(self) -> Row:
         return _json(self.run_dir / "versions.json") or {}
 

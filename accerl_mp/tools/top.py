@@ -31,8 +31,8 @@ SHOWN = ("TextWorld/WinRate", "Train/TokensPerSec", "Infer/TokensPerSec", "Infer
 def read_frame(run: RunFolder, *, is_interactive: bool = False) -> Frame:
     """How the run stands now."""
     live, status = look(run.paths), run.status()
-    if live.is_running and "started" in status:
-        status |= {"wall_s": time.time() - status["started"]}
+    if live.is_running:
+        status |= {"wall_s": time.time() - status.get("started", run.started())}
     run.metrics()
     return Frame(
         run_dir=str(run.run_dir),

@@ -44,7 +44,11 @@ class Frame:
 
     @property
     def version(self) -> int:
-        return self.live.board.get("policy_version", -1) if self.live.is_running else self.status.get("version", -1)
+        return (
+            self.live.board.get("policy_version", self.status.get("version", -1))
+            if self.live.is_running
+            else self.status.get("version", -1)
+        )
 
 
 class Screen:
@@ -57,8 +61,8 @@ class Screen:
         width, can_draw = options.max_width, not options.ascii_only
         head = [_title(self._frame), *_numbers(self._frame, width, can_draw)]
         yield from head
-        used = sum(len(console.render_lines(part, options)) for part in head)
-        room = options.height - used - 1 if options.height else None
+        used = sum(len(console.render_lines(part, options.reset_height())) for part in head)
+        room = options.height - used - self._frame.is_interactive if options.height else None
         yield from _process_lines(self._frame, room)
         if self._frame.is_interactive:
             yield Text("q quits", style="dim")
@@ -95,7 +99,7 @@ def fold(processes: Sequence[ProcessView]) -> list[tuple[str, ProcessView]]:
             groups[-1].append(process)
         else:
             groups.append([process])
-    return [(_folded_name(group), max(group, key=lambda one: one.waits_s)) for group in groups]
+    return [(_folded_name(group), max(group, key=lambda one: (one.waits_s, one.tick_age_s))) for group in groups]
 
 
 def _kind(process: ProcessView) -> tuple[Any, ...]:
@@ -131,11 +135,11 @@ def _run_state(frame: Frame) -> tuple[str, str]:
 
 
 def _round(frame: Frame) -> int:
-    return frame.live.board.get("round", 0) if frame.live.is_running else frame.status.get("round", 0)
+    return frame.live.board.get("round", frame.status.get("round", 0)) if frame.live.is_running else frame.status.get("round", 0)
 
 
 def _numbers(frame: Frame, width: int, can_draw: bool) -> list[RenderableType]:
-    """Labelled lines; a line without anything measured yet is left out."""
+    """Labelled lines; one of which nothing is measured yet is left out."""
     spark = max(8, min(40, (width - 60) // 2 + 10))
     rows = [
         ("win rate", _win_rate(frame, spark, can_draw)),
@@ -146,6 +150,12 @@ def _numbers(frame: Frame, width: int, can_draw: bool) -> list[RenderableType]:
         *((role, _shares(shares, can_draw)) for role, shares in _by_role(frame.status)),
         ("bottleneck", Text(frame.status.get("bottleneck", ""), style="bold")),
         ("failure", Text(frame.failure, style="bold red")),
+        (
+            "",
+            Text("the first round has not closed yet", style="dim")
+            if frame.live.is_running and "bottleneck" not in frame.status
+            else Text(),
+        ),
     ]
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=_LABEL_WIDTH, style="cyan", no_wrap=True)
@@ -252,8 +262,13 @@ def _process_lines(frame: Frame, room: int | None) -> list[RenderableType]:
 
 
 def _cells(process: ProcessView) -> list[Text]:
-    is_long = process.waits_s >= LONG_WAIT_S and process.state == "running" and process.role not in ("stats", "supervisor")
-    since = Text(duration(process.waits_s), style="yellow" if is_long else "") if process.waits_for else Text("")
-    what = Text(process.error, style="red") if process.error and process.state in ("failed", "dead") else Text(process.waits_for)
+    """State; what it waits for, or that it works; since when: of the wait, or of the last turn of its loop; restarts."""
     restarts = Text(str(process.num_restarts), style="yellow") if process.num_restarts else Text("")
+    what, since_s = Text(process.waits_for), process.waits_s
+    if process.error and process.state in ("failed", "dead"):
+        what = Text(process.error, style="red")
+    elif not process.waits_for and process.state == "running":
+        what, since_s = Text("works", style="dim"), process.tick_age_s
+    is_long = since_s >= LONG_WAIT_S and process.state == "running" and process.role not in ("stats", "supervisor")
+    since = Text(duration(since_s) if what.plain and since_s >= 1 else "", style="yellow" if is_long else "")
     return [Text(process.state, style=STATE_STYLES.get(process.state, "")), what, since, restarts]
