@@ -1,6 +1,7 @@
 """From played episodes to samples: alignment, advantages, truncation, invalid and aborted replies."""
 
 import asyncio
+import json
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,7 @@ def test_every_nth_episode_is_written(games_dir: Path, tmp_path: Path) -> None: 
     shown = (tmp_path / "episodes" / "train-0000002.json").read_text()
     assert '"reply": "take coin"' in shown
     assert '"command": null' in shown  # the invalid one
+    assert shown.count("\n") < 120, "a line a field, not a token"
     write_transcripts(tmp_path / "none", group, TOKENIZER, every=0)
     assert not (tmp_path / "none").exists()
     write_transcripts(tmp_path / "eval", collect(games_dir, kind="eval"), TOKENIZER, every=11)  # game 5 of 4 episodes: 20 to 23
@@ -224,6 +226,16 @@ def test_a_transcript_holds_the_tokens_of_its_sample(games_dir: Path, tmp_path: 
             for turn in turns:
                 texts = [TOKENIZER.text_of(token_id) for token_id in turn["prompt_ids"] + turn["ids"]]
                 assert texts == turn["prompt_tokens"] + turn["tokens"]
+
+
+def test_a_readable_file_says_the_same(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Whatever stands in its strings: brackets, quotes, line breaks, spaces."""
+    group = collect(games_dir, episode_ids=(0,))
+    group.records[0]["game"] = '[ "a"  \n ] {,} [\n 1, 2\n]'
+    group.records[0]["odd"] = [["[", "]"], [" [ ", "\n"], [], [{"a": [1, 2]}]]
+    [written] = write_transcripts(tmp_path, group, TOKENIZER, every=1)
+    [path] = tmp_path.iterdir()
+    assert json.loads(path.read_text()) == written
 
 
 def test_a_transcript_says_where_nothing_was_trained(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -198,6 +198,13 @@ def test_a_frame_fits_the_terminal_whatever_the_run(width: int, height: int, num
     assert any(line.startswith("rollout/0" if height >= 24 else "supervisor/0") for line in lines)
 
 
+def test_nothing_of_a_run_steers_the_terminal() -> None:
+    attack = "\x1b[2J\x1b]0;owned\x07\r\n\x9b31m"
+    failed = process("rollout/0", state="failed", error=attack)
+    shown = frame([failed, process("trainer/0", waits_for=attack)], failure=attack, run_dir=attack, status=STATUS | {"bottleneck": attack})
+    assert all(letter.isprintable() for line in lines_of(shown) for letter in line)
+
+
 def test_processes_that_do_the_same_are_one_line() -> None:
     rollouts = [process(f"rollout/{i}", waits_for=f"inference/{i % 2} to reply to episode {100 + i}", waits_s=float(i)) for i in range(5)]
     odd = process("rollout/5", waits_for="ingest/0 to take groups")

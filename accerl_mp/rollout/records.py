@@ -11,6 +11,7 @@ What the trainer's weights made of the same tokens is in the file beside it (`tr
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def write_transcripts(folder: Path, group: Group, tokenizer: Tokenizer, every: i
         folder.mkdir(exist_ok=True)
         name = f"train-{number:07d}.json" if deal.kind == "train" else f"eval-{deal.eval_id:03d}-{number:04d}.json"
         written.append(_transcript(group, index, tokenizer))
-        (folder / name).write_text(json.dumps(written[-1], indent=1) + "\n")
+        (folder / name).write_text(_readable(written[-1]) + "\n")
     return written
 
 
@@ -66,6 +67,12 @@ def transcript_as_markdown(transcript: Mapping[str, Any]) -> str:
         command = "no command" if turn["command"] is None else "executed"
         parts += [_code(turn["message"]), f"**turn {number}** ({command}, reward {turn['reward']:g})", _code(f"> {turn['reply']}")]
     return "\n\n".join([*parts, _code(transcript["last_observation"])])
+
+
+def _readable(content: dict[str, Any]) -> str:
+    """JSON with a line a field: lists of tokens and numbers stand in one. (A raw line break is never inside of a string.)"""
+    text = json.dumps(content, indent=1)
+    return re.sub(r"\[\n\s*([^\[\]{}]*?)\n\s*\]", lambda match: "[" + re.sub(r"\n\s*", " ", match[1]) + "]", text)
 
 
 def _code(text: str) -> str:

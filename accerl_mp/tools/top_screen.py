@@ -90,6 +90,11 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
+def plain(text: str) -> str:
+    """Without control characters: errors and names may hold what a game or a model wrote, and a terminal obeys it."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def fold(processes: Sequence[ProcessView]) -> list[tuple[str, ProcessView]]:
     """(name, one of them): neighbours of a role in one state, waiting for the same, are one line with the longest wait."""
     groups: list[list[ProcessView]] = []
@@ -120,7 +125,9 @@ def _title(frame: Frame) -> RenderableType:
     line = Table.grid(expand=True, padding=(0, 1))
     line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     line.add_column(justify="right", no_wrap=True)
-    line.add_row(Text(frame.run_dir, style="bold"), Text.assemble((state, style), f" {duration(frame.status.get('wall_s', 0))}  {where}"))
+    line.add_row(
+        Text(plain(frame.run_dir), style="bold"), Text.assemble((state, style), f" {duration(frame.status.get('wall_s', 0))}  {where}")
+    )
     return line
 
 
@@ -148,8 +155,8 @@ def _numbers(frame: Frame, width: int, can_draw: bool) -> list[RenderableType]:
         ("lag", _lag(frame)),
         ("rings", _rings(frame, can_draw)),
         *((role, _shares(shares, can_draw)) for role, shares in _by_role(frame.status)),
-        ("bottleneck", Text(frame.status.get("bottleneck", ""), style="bold")),
-        ("failure", Text(frame.failure, style="bold red")),
+        ("bottleneck", Text(plain(frame.status.get("bottleneck", "")), style="bold")),
+        ("failure", Text(plain(frame.failure), style="bold red")),
         (
             "",
             Text("the first round has not closed yet", style="dim")
@@ -264,9 +271,9 @@ def _process_lines(frame: Frame, room: int | None) -> list[RenderableType]:
 def _cells(process: ProcessView) -> list[Text]:
     """State; what it waits for, or that it works; since when: of the wait, or of the last turn of its loop; restarts."""
     restarts = Text(str(process.num_restarts), style="yellow") if process.num_restarts else Text("")
-    what, since_s = Text(process.waits_for), process.waits_s
+    what, since_s = Text(plain(process.waits_for)), process.waits_s
     if process.error and process.state in ("failed", "dead"):
-        what = Text(process.error, style="red")
+        what = Text(plain(process.error), style="red")
     elif not process.waits_for and process.state == "running":
         what, since_s = Text("works", style="dim"), process.tick_age_s
     is_long = since_s >= LONG_WAIT_S and process.state == "running" and process.role not in ("stats", "supervisor")
