@@ -228,6 +228,7 @@ def test_a_round_is_written_to_both_files_and_said(tmp_path: Path) -> None:
     sent = {"Train/Loss": (1.5, 1, 1.5), "Train/SamplesPerSec": (24.6, 2, 0.0), "Train/TokensPerSec": (3210.0, 1, 0.0)}
     collector.take(values(values=sent), 1.0)
     collector.take(values(values={"Replay/TrainSampleTrainerVersionLagMean": (6.0, 5, 2.0), "Time/trainer/wait": (6.1, 3, 4.0)}), 9.0)
+    collector.take(values("rollout/0", values={"Time/rollout/reply": (9.0, 40, 1.0), "Time/rollout/env": (0.5, 40, 0.1)}), 9.5)
     collector.take(round_record(24, 12, round=12), 10.0)
     collector.close_due(10.0 + SETTLE_S)
     files.close()
@@ -517,7 +518,7 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
     ("now", "expected"),
     [
         (
-            Situation(trainer_wait=0.61, trainer_push=0.02, rollout_reply=0.97, rollout_env=0.03),
+            Situation(trainer_wait=0.61, trainer_push=0.02, rollout_reply=0.9, rollout_own=0.08),
             "generation-bound: trainer waited 61 %; raise --infer-size or --max-policy-lag",
         ),
         (
@@ -525,8 +526,8 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
             "trainer-bound: trainer computed 91 %; raise --fsdp-world-size",
         ),
         (
-            Situation(trainer_wait=0.5, rollout_reply=0.9, rollout_env=0.72),
-            "env-bound: trainer waited 50 %, rollouts spent 72 % in env steps; raise --num-rollout-workers",
+            Situation(trainer_wait=0.5, rollout_reply=0.2, rollout_own=0.72),
+            "env-bound: trainer waited 50 %, rollouts spent 72 % in game steps and prompts; raise --num-rollout-workers",
         ),
         (
             Situation(trainer_wait=0.3, trainer_push=0.41, rollout_reply=0.6),
@@ -535,6 +536,18 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
         (
             Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66),
             "admission-bound: trainer waited 40 %, rollouts waited 66 % for work; raise --max-policy-lag",
+        ),
+        (
+            Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66, has_lag_limit=False),
+            "admission-bound: trainer waited 40 %, rollouts waited 66 % for work; raise --replay-capacity",
+        ),
+        (
+            Situation(trainer_wait=0.67, rollout_reply=0.2, rollout_own=0.49, rollout_work=0.24),
+            "env-bound: trainer waited 67 %, rollouts spent 49 % in game steps and prompts; raise --num-rollout-workers",
+        ),
+        (
+            Situation(trainer_wait=0.4),
+            "rollout-bound: trainer waited 40 %, rollouts have not said for what; raise --num-rollout-workers or --infer-size",
         ),
         (
             Situation(trainer_wait=0.1, trainer_other=0.5),
@@ -556,7 +569,7 @@ def test_every_flag_that_a_sentence_names_exists() -> None:
     for placement in ("cpu", "colocated", "dedicated"):
         for wait in shares:
             for work in shares:
-                now = Situation(trainer_wait=wait, trainer_push=0.9 - wait, rollout_env=work, rollout_work=0.9 - work, placement=placement)
+                now = Situation(trainer_wait=wait, trainer_push=0.9 - wait, rollout_own=work, rollout_work=0.9 - work, placement=placement)
                 named = [word.strip(",;") for word in bottleneck(now).split() if word.startswith("--")]
                 assert named
                 assert all(word[2:].replace("-", "_") in flags for word in named), named
