@@ -59,7 +59,7 @@ class Screen:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width, can_draw = options.max_width, not options.ascii_only
-        head = [_title(self._frame), *_numbers(self._frame, width, can_draw)]
+        head = [_title(self._frame, width), *_numbers(self._frame, width, can_draw)]
         yield from head
         used = sum(len(console.render_lines(part, options.reset_height())) for part in head)
         room = options.height - used - self._frame.is_interactive if options.height else None
@@ -118,17 +118,16 @@ def _folded_name(group: Sequence[ProcessView]) -> str:
     return f"{group[0].name}-{group[-1].name.partition('/')[2]}"
 
 
-def _title(frame: Frame) -> RenderableType:
+def _title(frame: Frame, width: int) -> RenderableType:
+    """The folder, its end if there is no room for more, and how far the run is."""
     state, style = _run_state(frame)
     steps = f"step {frame.step}" + (f"/{frame.flags['max_steps']}" if "max_steps" in frame.flags else "")
-    where = f"{steps}  round {_round(frame)}  version {max(frame.version, 0) if frame.version >= 0 else '-'}"
-    line = Table.grid(expand=True, padding=(0, 1))
-    line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    line.add_column(justify="right", no_wrap=True)
-    line.add_row(
-        Text(plain(frame.run_dir), style="bold"), Text.assemble((state, style), f" {duration(frame.status.get('wall_s', 0))}  {where}")
-    )
-    return line
+    version = frame.version if frame.version >= 0 else "-"
+    right = Text.assemble((state, style), f" {duration(frame.status.get('wall_s', 0))}  {steps}  round {_round(frame)}  version {version}")
+    name = plain(frame.run_dir)
+    room = max(4, width - len(right) - 2)
+    name = name if len(name) <= room else f"..{name[2 - room :]}"
+    return Text.assemble((name, "bold"), " " * max(2, width - len(name) - len(right)), right, overflow="ellipsis", no_wrap=True)
 
 
 def _run_state(frame: Frame) -> tuple[str, str]:

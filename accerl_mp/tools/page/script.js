@@ -213,7 +213,7 @@ function setUpViewer(viewer) {
     const token = tokens[here];
     token.span.classList.add("here");
     if (shouldScroll) token.span.scrollIntoView({ block: "nearest" });
-    const rows = [["text", JSON.stringify(token.text)], ["id", token.id], ["turn", token.turn + 1], ["trained", token.isTrained ? "yes" : "no"]];
+    const rows = [["text", JSON.stringify(token.text)], ["id", token.id], ["turn", token.turn + 1], ["trained", isTrained(token)]];
     if (token.isReply) {
       rows.push(["version", token.version], ["advantage", number(token.advantage)], ["vLLM", nats(token.logprob)], ["trainer", nats(token.trainer)]);
       rows.push(["difference", nats(token.difference)], ["ratio", token.difference === null ? "-" : Math.exp(token.difference).toFixed(3)]);
@@ -221,6 +221,11 @@ function setUpViewer(viewer) {
     const list = element("dl");
     for (const [name, text] of rows) list.append(element("dt", "", name), element("dd", "", text === null ? "-" : String(text)));
     find("token").replaceChildren(list);
+  }
+
+  function isTrained(token) {
+    if (token.isReply && episode.kind === "train" && episode.outcome === null) return "not recorded";
+    return token.isTrained ? "yes" : "no";
   }
 
   function moveReply(direction) {
