@@ -283,4 +283,5 @@ def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
     assert "finished: 40 optimizer steps" in text
     assert "held-out win rate   0.40 before (step 0), 0.93 after (step 40)" in text
     assert "1:01" in text
+    assert f" -m accerl_mp.tools.report {tmp_path}\n" in text
     assert text.endswith(f" --logdir {tmp_path}")

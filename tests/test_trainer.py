@@ -1,5 +1,6 @@
 """One optimizer step: micro-batches, gradients in every layout, guards and the update."""
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.sharded import Reference
 from accerl_mp.trainer.step import BadStepsError, LocalTotals, Stepper, build_optimizer
+from accerl_mp.trainer.witness import Witness
 
 
 @pytest.fixture
@@ -88,6 +90,28 @@ def _gradients(folder: Path, ranks: Ranks, micro_batches: list[list[RLSample]], 
     totals = LocalTotals.of([sample for batch in micro_batches for sample in batch])
     stepper.run(micro_batches, totals, step=0, version=0)
     return taken
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sampled_episodes_leave_their_logprobs(layout: dict[str, Any], folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """Against Transformers' model on each sample alone; samples of other episodes leave nothing."""
+    samples = made_samples(4, seed=11)
+    for number, sample in enumerate(samples):
+        sample.episode_id = (4, 6, 7, 4)[number]
+    config = config_for(folder, **layout)
+    stepper = Stepper(load_model(config, CPU), config, ranks, unsharded=True, witness=Witness(tmp_path / "episodes", every=4))
+    stepper.run([samples[:2], samples[2:]], LocalTotals.of(samples), step=9, version=0)
+    [path] = (tmp_path / "episodes").iterdir()
+    assert path.name == "train-0000004.trained.jsonl"
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, sample in zip(lines, (samples[0], samples[3]), strict=True):
+        trained = np.flatnonzero(sample.labels != -100)
+        with torch.no_grad():
+            logits = reference(torch.from_numpy(sample.input_ids.astype(np.int64))[None]).logits[0].float()
+        expected = logits.log_softmax(-1)[trained - 1, sample.input_ids[trained]]
+        assert line["logprobs"] == pytest.approx(expected.tolist(), abs=2e-3)
+        assert (line["step"], line["turns"]) == (9, sample.response_indices[trained].tolist())
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])

@@ -63,6 +63,7 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
         *lines,
         f"  wall time           {_minutes(wall_s)}, of which rounds {_minutes(status.get('training_s', 0.0))}",
         f"  run folder          {paths.run_dir}",
+        f"  report              {shlex.quote(sys.executable)} -m accerl_mp.tools.report {shlex.quote(str(paths.run_dir))}",
         f"  TensorBoard         {tensorboard_command(paths.run_dir)}",
     ]
 

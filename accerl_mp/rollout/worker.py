@@ -11,7 +11,7 @@ from accerl_mp.rollout.env import EnvError, EnvPool
 from accerl_mp.rollout.episode import Player
 from accerl_mp.rollout.guard import StepGuard, end_process
 from accerl_mp.rollout.loop_timer import LoopTimer
-from accerl_mp.rollout.records import group_values, write_transcripts
+from accerl_mp.rollout.records import group_values, transcript_as_markdown, write_transcripts
 from accerl_mp.rollout.tasks import cancel, first_to_end
 from accerl_mp.rollout.tokenizer import Tokenizer
 from accerl_mp.rollout.transcript import ChatFormat
@@ -145,7 +145,8 @@ class Worker:
             self._metrics.values(values)
         with self._timer.phase("write"):
             folder = self._process.paths.run_dir / "episodes"
-            write_transcripts(folder, group, self._tokenizer, self._config.metrics.transcripts_every)
+            for transcript in write_transcripts(folder, group, self._tokenizer, self._config.metrics.transcripts_every):
+                self._metrics.text(f"Episodes/{group.deal.kind}", transcript_as_markdown(transcript))
 
     async def _report(self) -> None:
         """Where this process's time went, every few seconds."""

@@ -17,7 +17,7 @@ from typing import Literal
 
 from accerl_mp.config import Config
 
-Reduction = Literal["mean", "ratio", "sum", "max", "last", "rate", "share"]
+Reduction = Literal["mean", "ratio", "sum", "max", "last", "rate", "share", "histogram"]
 Axis = Literal["step", "tokens", "samples"]
 
 
@@ -183,9 +183,20 @@ _ROWS: tuple[Tag, ...] = (
 TAGS: dict[str, Tag] = {tag.name: tag for tag in _ROWS}
 
 
+HISTOGRAMS: dict[str, Tag] = {
+    tag.name: tag
+    for tag in (
+        Tag("Rollout/EpisodeTokens", "tokens", "histogram", "stats", "always", "tokens of an episode's transcript, episodes of the round"),
+        Tag("Rollout/EpisodeTurns", "turns", "histogram", "stats", "always", "model replies of an episode, episodes of the round"),
+        Tag("Replay/PolicyLagOldest", "pushes", "histogram", "trainer", "always", "lag of a trained sample's oldest token"),
+    )
+}
+"""Distributions of whole numbers, for TensorBoard alone."""
+
+
 def lookup(name: str) -> Tag | None:
     """The row of a tag; every `Time/<role>/<phase>` has one; None for a name that nobody declared."""
-    if tag := TAGS.get(name):
+    if tag := TAGS.get(name) or HISTOGRAMS.get(name):
         return tag
     match name.split("/"):
         case ["Time", role, phase]:
@@ -201,7 +212,7 @@ def expected(config: Config) -> set[str]:
 def markdown() -> str:
     """The table as Markdown, for the README."""
     lines = ["| tag | unit | reduction | from | when | meaning |", "|---|---|---|---|---|---|"]
-    for tag in TAGS.values():
+    for tag in (*TAGS.values(), *HISTOGRAMS.values()):
         axis = "" if tag.x_axis == "step" else f" (x axis: {tag.x_axis})"
         lines.append(f"| `{tag.name}` | {tag.unit} | {tag.reduction} | {tag.source} | {tag.when} | {tag.meaning}{axis} |")
     lines.append("| `Time/<role>/<phase>` | share | share | every role | always | share of wall time in a phase, waits included |")

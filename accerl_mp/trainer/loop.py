@@ -20,6 +20,7 @@ from accerl_mp.trainer.recording import RecordedStep, Recorder
 from accerl_mp.trainer.replay import Replay, StepSamples
 from accerl_mp.trainer.sharded import Reference, build_sharded
 from accerl_mp.trainer.step import LocalTotals, Stepper
+from accerl_mp.trainer.witness import Witness
 from accerl_mp.transport.channels import MetricsSender
 from accerl_mp.transport.errors import Closed
 from accerl_mp.transport.process import Process
@@ -58,7 +59,8 @@ class Trainer:
         self._dtype = compute_dtype(self._config, ranks.device)
         self._model, unsharded = build_sharded(self._config, ranks, self._dtype)
         reference = Reference.if_wanted(self._config, ranks, self._dtype)
-        self._stepper = Stepper(self._model, self._config, ranks, unsharded=unsharded, reference=reference)
+        witness = Witness(process.paths.run_dir / "episodes", every=self._config.metrics.transcripts_every)
+        self._stepper = Stepper(self._model, self._config, ranks, unsharded=unsharded, reference=reference, witness=witness)
         ring = stack.enter_context(attach_ring(process, ranks.rank))
         self._replay = Replay(ring, self._config, rank=ranks.rank)
         is_recorded = self._config.run.record_samples
@@ -246,7 +248,9 @@ class Trainer:
 
     def _close_round(self) -> None:
         """Bring the ranks' sums together and send them."""
-        self._metrics.add_replay(self._replay.take_counts())
+        counts = self._replay.take_counts()
+        self._metrics.add_replay(counts)
+        self._sender.numbers({"Replay/PolicyLagOldest": counts.lags_oldest})
         values = self._metrics.close_round()
         self._sender.values({f"Time/trainer/{phase}": times for phase, times in self._timer.take().items()})
         if self._ranks.rank == 0:

@@ -25,6 +25,7 @@ from accerl_mp.trainer.prefetch import built_ahead
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.schedule import learning_rate
 from accerl_mp.trainer.sharded import Reference
+from accerl_mp.trainer.witness import Witness
 
 _log = logging.getLogger(__name__)
 
@@ -95,9 +96,18 @@ class PackShape:
 class Stepper:
     """Owns the optimizer. `run` is collective: every rank calls it with as many micro-batches."""
 
-    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, *, unsharded: bool, reference: Reference | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        ranks: Ranks,
+        *,
+        unsharded: bool,
+        reference: Reference | None = None,
+        witness: Witness | None = None,
+    ) -> None:
         self._model, self._config, self._ranks = model, config, ranks
-        self._unsharded, self._reference = unsharded, reference
+        self._unsharded, self._reference, self._witness = unsharded, reference, witness
         reshard(model)  # after a forward without backward `parameters()` would give the whole ones
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(model, config, ranks.device)
@@ -116,7 +126,9 @@ class Stepper:
         with closing(built_ahead(micro_batches, partial(self._build, version=version), device=device)) as packs:
             for index, (batch, shape) in enumerate(packs):
                 set_last_micro_batch(self._model, index == len(micro_batches) - 1, unsharded=self._unsharded)
-                batch_sums, batch_ratio = self._backward(batch.to(device), totals, references[index])
+                batch_sums, batch_ratio, logprobs = self._backward(batch.to(device), totals, references[index])
+                if self._witness:
+                    self._witness.see(micro_batches[index], logprobs, step=step)
                 sums += batch_sums
                 ratio_max = torch.maximum(ratio_max, batch_ratio)
                 shapes.append(shape)
@@ -148,8 +160,8 @@ class Stepper:
         shape = PackShape(sum(batch.lengths), len(batch.lengths), max(batch.lengths), time.perf_counter() - started)
         return batch, shape
 
-    def _backward(self, batch: MicroBatch, totals: LocalTotals, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add the micro-batch's gradients. Returns its SUMS and the largest ratio, on the device."""
+    def _backward(self, batch: MicroBatch, totals: LocalTotals, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the micro-batch's gradients. Returns its SUMS, the largest ratio and [R] logprobs, on the device."""
         config = self._config.algorithm
         forward = micro_batch_forward(self._model, batch, self._config, with_balance=config.router_aux_loss_coef > 0)
         logprobs, balance = forward.logprobs, forward.balance
@@ -186,7 +198,7 @@ class Stepper:
             parts.append(torch.zeros_like(k3) if balance is None else balance.detach().expand_as(k3))
             parts += [torch.ones_like(k3), k3 * batch.is_on_policy, batch.is_on_policy]
             sums = torch.cat([loss.detach()[None], torch.stack(parts).sum(1)])
-            return sums, ratio.max()
+            return sums, ratio.max(), logprobs.detach()
 
     @torch.no_grad()
     def _update(self, loss_share: Tensor, rate: float) -> tuple[float, bool]:

@@ -75,6 +75,8 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "ack": {"op": str, "group_id": int},
     # metrics
     "values": {"kind": str, "source": str, "values": dict},
+    "numbers": {"kind": str, "source": str, "numbers": dict},
+    "text": {"kind": str, "source": str, "tag": str, "text": str},
     "episode": {"kind": str, "source": str, "episode": dict},
     "round": {"kind": str, "source": str, "step": int, "version": int, "time": _NUMBER},
 }
@@ -152,6 +154,15 @@ class MetricsSender:
         if self._send("values", {"values": triples, "time": time.time(), **extra}):
             self.num_dropped = 0
 
+    def numbers(self, numbers: Mapping[str, Sequence[int]]) -> None:
+        """`{histogram: its new numbers}`; one that is empty says nothing."""
+        if filled := {tag: [int(value) for value in values] for tag, values in numbers.items() if values}:
+            self._send("numbers", {"numbers": filled})
+
+    def text(self, tag: str, text: str) -> None:
+        """Markdown for people to read."""
+        self._send("text", {"tag": tag, "text": text})
+
     def episode(self, episode: Mapping[str, Any]) -> None:
         self._send("episode", {"episode": episode})
 
@@ -207,7 +218,7 @@ class MetricsReceiver:
 
 def _metric(data: bytes) -> dict[str, Any]:
     kind = unpack_any(data).get("kind")
-    if kind not in ("values", "episode", "round"):
+    if kind not in ("values", "numbers", "text", "episode", "round"):
         raise MessageError(f"metric of kind {kind!r}")
     return unpack(kind, data)
 
