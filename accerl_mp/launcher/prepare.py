@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from accerl_mp import checks, cli, log
-from accerl_mp.config import Config, ConfigError, resolve
+from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
 from accerl_mp.launcher.sweep import lock, sweep
 from accerl_mp.topology import RunPaths, visible_gpus
 
@@ -63,7 +63,7 @@ def _prepare(words: list[str]) -> Config:
     gpus = visible_gpus()
     config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"))
     paths = RunPaths(Path(config.metrics.log_dir or ""))
-    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config)
+    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config) + _env(config)
     with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:
         problems += _export_tokenizer(config, Path(folder)) + _model_problems(config)
         if problems:
@@ -86,6 +86,18 @@ def _log_level(config: Config) -> list[str]:
         log.level_of("", config.metrics.log_level)
     except ValueError as error:
         return [f"--log-level {config.metrics.log_level}: {error}; [role=]LEVEL with debug, info, warning or error"]
+    return []
+
+
+def _env(config: Config) -> list[str]:
+    if config.games.env == TEXTWORLD:
+        return []  # without importing it here
+    from accerl_mp.rollout.env import find_env
+
+    try:
+        find_env(config.games.env)
+    except ValueError as error:
+        return [f"--env {config.games.env}: {error}: no game could be played"]
     return []
 
 
