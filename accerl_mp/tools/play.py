@@ -69,9 +69,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of the engine")
     group.add_argument("--enable-expert-parallel", action="store_true", help="spread a MoE model's experts over them")
     group.add_argument("--gpu-memory-utilization", type=float, default=0.7, help="share of a GPU's memory")
-    group.add_argument(
-        "--max-model-len", type=int, help="tokens of an episode and of vLLM's context [as the run, or the model's]"
-    )
+    group.add_argument("--max-model-len", type=int, help="tokens of an episode and of vLLM's context [as the run, or the model's]")
     group.add_argument("--disable-prefix-caching", action="store_true", help="recompute the whole prompt at every turn")
     group.add_argument("--vllm-max-num-seqs", type=int, default=16, help="requests at a time; as many episodes are open")
     group.add_argument("--vllm-max-num-batched-tokens", type=int, default=4096, help="tokens of one vLLM step")
