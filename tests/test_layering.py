@@ -28,7 +28,7 @@ ROWS = {
 
 HOMES = {
     "zmq": ("transport/",),
-    "textworld": ("rollout/env.py", "tools/make_games.py"),
+    "textworld": ("rollout/env.py", "tools/make_games.py", "tools/challenges.py"),
     "vllm": ("inference/", "weight_sync/"),
     "torch.distributed": ("models/", "weight_sync/", "trainer/"),
     "tensorboard": ("stats/",),

@@ -28,13 +28,17 @@ class LocalEngine:
         self._keys = itertools.count()
         self._asked: Counter[int] = Counter()
         self.top_p = 1.0
-        self.seed = 0
-        """Of the sampling: a reply's own seed follows from it, its episode and its place among the episode's replies."""
+        self._seed = 0
+
+    def restart(self, seed: int) -> None:
+        """Before a set of episodes: a reply's own seed follows from this one, its episode and its place among the episode's replies."""
+        self._seed = seed
+        self._asked.clear()
 
     async def generate(self, *, episode_id: int, prompt: list[int], max_tokens: int, temperature: float, salt_version: int) -> Reply:
         """Waits for vLLM without a limit; its death raises EngineError."""
         self._asked[episode_id] += 1
-        seed = zlib.crc32(f"{self.seed} {episode_id} {self._asked[episode_id]}".encode())
+        seed = zlib.crc32(f"{self._seed} {episode_id} {self._asked[episode_id]}".encode())
         made = await self._engine.generate(
             str(next(self._keys)),
             prompt,

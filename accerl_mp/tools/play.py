@@ -14,30 +14,24 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
-from accerl_mp.config import Config, ConfigError, resolve
-from accerl_mp.games import find_games, without_json
+from accerl_mp.config import Config, ConfigError
 from accerl_mp.tools import scores
-from accerl_mp.tools.policies import Policy, find_policy
+from accerl_mp.tools.engine_flags import HelpWithDefaults, add_engine_flags, engine_config, engine_problems, list_played_games
+from accerl_mp.tools.policies import find_policy
 from accerl_mp.tools.scores import Record
 from accerl_mp.tools.terminal import Terminal, quiet
-from accerl_mp.topology import visible_gpus
-
-_LONGEST_CONTEXT = 32768
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The reference's flags first, then ours."""
-    parser = argparse.ArgumentParser(prog="python -m accerl_mp.tools.play", description=__doc__, formatter_class=_Help, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m accerl_mp.tools.play", description=__doc__, formatter_class=HelpWithDefaults, allow_abbrev=False
+    )
     _add_what(parser.add_argument_group("what is played"))
     _add_replies(parser.add_argument_group("replies"))
-    _add_engine(parser.add_argument_group("vLLM"))
+    add_engine_flags(parser, num_seqs=16)
     _add_output(parser.add_argument_group("output"))
     return parser
-
-
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
 def _add_what(group: argparse._ArgumentGroup) -> None:
@@ -62,20 +56,6 @@ def _add_replies(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--fallback-action", help="without effect, as in the reference: an invalid reply is told to the model")
 
 
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--placement", choices=["auto", "cpu", "gpu"], default="auto", help="where vLLM runs")
-    group.add_argument("--dtype", choices=["auto", "bfloat16", "float16", "float32"], default="auto", help="auto: bfloat16, float32 on CPU")
-    group.add_argument("--trust-remote-code", action="store_true", help="run code that the model folder carries")
-    group.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of the engine")
-    group.add_argument("--enable-expert-parallel", action="store_true", help="spread a MoE model's experts over them")
-    group.add_argument("--gpu-memory-utilization", type=float, default=0.7, help="share of a GPU's memory")
-    group.add_argument("--max-model-len", type=int, help="tokens of an episode and of vLLM's context [as the run, or the model's]")
-    group.add_argument("--disable-prefix-caching", action="store_true", help="recompute the whole prompt at every turn")
-    group.add_argument("--vllm-max-num-seqs", type=int, default=16, help="requests at a time; as many episodes are open")
-    group.add_argument("--vllm-max-num-batched-tokens", type=int, default=4096, help="tokens of one vLLM step")
-    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-
-
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--out", type=Path, help="folder to write to [runs/play/<timestamp>]")
     group.add_argument("--collect-logprobs", action="store_true", help="token ids and logprobs of each reply in episodes.jsonl")
@@ -84,10 +64,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 def problems_of(args: argparse.Namespace) -> list[str]:
     """Every flag that cannot work."""
-    counts = ("episodes", "game_limit", "max_episode_steps", "max_action_tokens", "num_samples", "tensor_parallel_size")
     found = [
         f"--{name.replace('_', '-')} must be at least 1, got {value}"
-        for name in (*counts, "vllm_max_num_seqs", "vllm_max_num_batched_tokens", "max_model_len")
+        for name in ("episodes", "game_limit", "num_samples")
         if (value := getattr(args, name)) is not None and value < 1
     ]
     if args.temperature < 0:
@@ -96,68 +75,9 @@ def problems_of(args: argparse.Namespace) -> list[str]:
         found.append(f"--top-p must be in (0, 1], got {args.top_p}")
     if args.history_steps is not None and args.history_steps < 0:
         found.append(f"--history-steps must be at least 0, got {args.history_steps}")
-    if not 0 < args.gpu_memory_utilization <= 1:
-        found.append(f"--gpu-memory-utilization must be in (0, 1], got {args.gpu_memory_utilization}")
     if args.model_path is None and not args.human:
         found.append("--model-path is missing: there is nobody to play (--human: you)")
-    num_gpus = 0 if args.placement == "cpu" or args.human else len(visible_gpus())
-    if (args.placement == "gpu" or num_gpus) and num_gpus < args.tensor_parallel_size and not args.human:
-        found.append(f"--tensor-parallel-size {args.tensor_parallel_size} needs as many GPUs, but {num_gpus} are visible")
-    return found
-
-
-def list_played_games(
-    folder: str, pattern: str, limit: int | None = None, *, needs_json: bool = True, option: str = "--game-dir"
-) -> list[str]:
-    """ConfigError: nothing to play."""
-    games = find_games(folder, pattern) if Path(folder).is_dir() else []
-    if not games:
-        raise ConfigError([f"{option} {folder}: no file matches {pattern!r} in it: there is nothing to play"])
-    if needs_json and (lonely := without_json(games)):
-        raise ConfigError([f"{option} {folder}: {len(lonely)} games have no .json beside them ({lonely[0].name}, ...)"])
-    return [str(game) for game in games[:limit]]
-
-
-def engine_config(policy: Policy, args: argparse.Namespace) -> Config:
-    """The run's settings (else training's defaults) with what the flags change."""
-    base, is_gpu = policy.config, args.placement != "cpu" and bool(visible_gpus())
-    given = {
-        "tw_max_episode_steps": args.max_episode_steps,
-        "infer_max_tokens": args.max_action_tokens,
-        "env": args.env,
-        "chat_template": args.chat_template or _template_of(policy),
-    }
-    values = {name: value for name, value in given.items() if value is not None}
-    if args.history_steps is not None:
-        values |= {"history_mode": "window", "history_window_turns": args.history_steps + 1}
-    window = base.games.tw_history_token_window if policy.run_dir else min(_LONGEST_CONTEXT, policy.longest_context()) - 1
-    window = args.max_model_len - 1 if args.max_model_len else window
-    config = base.replace(
-        **values,
-        model_path=str(policy.folder.resolve()),
-        dtype=args.dtype,
-        trust_remote_code=args.trust_remote_code or base.model.trust_remote_code,
-        placement="dedicated" if is_gpu else "cpu",
-        fsdp_world_size=1,
-        infer_size=1,
-        infer_tp_size=args.tensor_parallel_size,
-        tw_history_token_window=window,
-        vllm_max_model_len=window + 1,
-        vllm_max_num_seqs=args.vllm_max_num_seqs * args.num_samples,
-        vllm_max_num_batched_tokens=args.vllm_max_num_batched_tokens,
-        disable_vllm_prefix_caching=args.disable_prefix_caching,
-        enable_expert_parallel=args.enable_expert_parallel,
-        gpu_memory_utilization=args.gpu_memory_utilization,
-        enforce_eager=args.enforce_eager,
-        seed=args.seed,
-    )
-    return resolve(config, num_gpus=args.tensor_parallel_size + 1, log_dir="")
-
-
-def _template_of(policy: Policy) -> str | None:
-    """The very template that the run trained with: the flag may have replaced the model's."""
-    file = policy.run_dir / "tokenizer" / "chat_template.jinja" if policy.run_dir else None
-    return str(file) if file and file.is_file() else None
+    return found if args.human else found + engine_problems(args)
 
 
 def play_with_model(args: argparse.Namespace, terminal: Terminal, out: Path) -> list[Record]:
@@ -172,7 +92,8 @@ def play_with_model(args: argparse.Namespace, terminal: Terminal, out: Path) -> 
     with quiet(out / "play.log", terminal), (out / "episodes.jsonl").open("w", buffering=1) as file, ExitStack() as stack:
         with terminal.waiting("starting vLLM"):
             engine = stack.enter_context(open_engine(config))
-        engine.top_p, engine.seed = args.top_p, args.seed
+        engine.top_p = args.top_p
+        engine.restart(args.seed)
         player = open_player(config, engine, num_open=args.vllm_max_num_seqs, num_samples=args.num_samples)
         advance = stack.enter_context(terminal.progress("playing", len(seats)))
 
