@@ -1,4 +1,4 @@
-"""The tools: games from a seed, walks, the tiny model with its tokenizer, warm start, evaluation."""
+"""The tools: games from a seed, walks, the tiny model with its tokenizer, warm start."""
 
 import json
 import random
@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from accerl_mp.rollout.env import TextWorldEnv
-from accerl_mp.rollout.prompt import SYSTEM, turn_message
-from accerl_mp.rollout.transcript import Transcript
-from accerl_mp.tools import evaluate, make_games, make_model, sft, walks
-from accerl_mp.tools.batch_play import PlaySettings, RowCache, play_batch
+from accerl_mp.rollout.prompt import SYSTEM
+from accerl_mp.tools import make_games, make_model, sft, walks
 from accerl_mp.tools.chat import load_chat
 from accerl_mp.tools.renaming import draw_renaming, made_up_words, name_words, renamer
 from accerl_mp.tools.warm_start import MISTAKE, PROMPT, REPLY, UNTRAINED, Batches, WalkExamples
@@ -191,40 +188,3 @@ def test_every_flag_of_the_references_local_trainer() -> None:
     assert (defaults.learning_rate, defaults.weight_decay, defaults.grad_accum_steps, defaults.seed) == (1e-5, 0.0, 2, 42)
     with pytest.raises(SystemExit):
         sft.parse_args(["--model-path", "m", "--batch-size", "0"])
-
-
-def test_row_cache_gives_the_logits_of_whole_rows(model_dir: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    cache = RowCache(model, 2)
-    rows: list[list[int]] = [[], []]
-    for new in ([[9, 8, 7], [6]], [[5], [4, 3, 2, 11]], [[], [12]], [[13, 14], []]):
-        logits = cache.feed(new)
-        rows = [row + more for row, more in zip(rows, new, strict=True)]
-        for row, more, got in zip(rows, new, logits, strict=True):
-            if more:
-                want = model(torch.tensor([row])).logits[0, -1]
-                torch.testing.assert_close(got.clone(), want.detach(), rtol=1e-4, atol=1e-4)
-
-
-def test_batch_play_builds_rollout_transcripts(model_dir: Path, game_dir: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    tokenizer, chat = load_chat(model_dir)
-    games = [str(path) for path in sorted((game_dir / "heldout").glob("*.z8"))]
-    settings = PlaySettings(max_turns=2, max_action_tokens=5)
-    episodes = play_batch(model, tokenizer, chat, games, settings, torch.Generator().manual_seed(1))
-    assert len(episodes) == len(games)
-    for episode, game in zip(episodes, games, strict=True):
-        assert 1 <= episode.num_turns <= 2
-        expected = Transcript(tokenizer, chat, SYSTEM)
-        expected.add_message(turn_message(TextWorldEnv(game).reset(1)))
-        assert episode.transcript.ids[: len(expected.ids)] == expected.ids
-        assert all(1 <= stop - start <= 5 for start, stop in episode.transcript.replies)
-
-
-def test_evaluate_prints_a_win_rate(model_dir: Path, game_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model-path", str(model_dir), "--game-dir", str(game_dir / "heldout"), "--max-turns", "1", "2", "--by-game"]
-    assert evaluate.main(flags) == 0
-    out = capsys.readouterr().out
-    assert "win_rate" in out
-    assert "won_in_1" in out
-    assert "heldout-0000  0 of 1" in out
