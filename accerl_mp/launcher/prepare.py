@@ -17,6 +17,9 @@ from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
 from accerl_mp.launcher.sweep import lock, sweep
 from accerl_mp.topology import RunPaths, visible_gpus
 
+CONFIG_UNREADABLE = "its config cannot be read"
+"""In the problem that launcher/tokenizer.py has with a model folder like that."""
+
 _PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir")
 _DEMO_GAMES = Path("runs/demo_games")
 
@@ -65,7 +68,9 @@ def _prepare(words: list[str]) -> Config:
     paths = RunPaths(Path(config.metrics.log_dir or ""))
     problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config) + _env(config)
     with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:
-        problems += _export_tokenizer(config, Path(folder)) + _model_problems(config)
+        problems += _export_tokenizer(config, Path(folder))
+        if not any(CONFIG_UNREADABLE in problem for problem in problems):  # else the model would say the same again
+            problems += _model_problems(config)
         if problems:
             raise ConfigError(problems)
         for warning in checks.warnings(config, typed):

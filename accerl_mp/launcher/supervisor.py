@@ -20,6 +20,7 @@ from accerl_mp.launcher import children
 from accerl_mp.launcher.children import Child
 from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import Role, build_roles, table_names
+from accerl_mp.launcher.status_line import StatusLine
 from accerl_mp.launcher.sweep import lock, note_foreign, sweep
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
@@ -104,6 +105,7 @@ class Supervisor:
         try:
             end = self._watch()
         finally:
+            self._status_line.clear()
             self._end(end)
         return 1 if end.reason in ("failed", "orphaned") else 0
 
@@ -126,6 +128,7 @@ class Supervisor:
         self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
         self._health = Health("supervisor/0", table=self._table, board=self._board)
         self._health.enter()
+        self._status_line = StatusLine(self._table, self._board)
         _log.info("starts %s", ", ".join(f"{role.count} {role.name}" for role in reversed(self._roles)))
         for child in reversed(self._children):
             self._start(child)
@@ -141,6 +144,7 @@ class Supervisor:
             if end := self._look_around():
                 return end
             self._look_at_children()
+            self._status_line.show()
             self._sleep()
 
     def _look_around(self) -> End | None:
