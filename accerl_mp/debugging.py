@@ -25,8 +25,8 @@ STOP_AT = "ACCERL_PDB"
 
 
 def install(name: str, run_dir: Path, *, hold: Callable[[int], None], let_go: Callable[[], None]) -> None:
-    """Make `breakpoint()` of this process use the run's terminal. Without a recorded one, Python's own hook stays."""
-    if tty := _terminal(run_dir):
+    """Make `breakpoint()` use this process's own terminal if a person started it, else the run's; without either Python's hook stays."""
+    if tty := os.ttyname(0) if os.isatty(0) else _terminal(run_dir):
         sys.breakpointhook = BreakpointHook(lambda: TerminalPdb(name, run_dir, tty, hold=hold, let_go=let_go))
 
 
@@ -36,7 +36,7 @@ def call(name: str, function: Callable[..., None], *args: Any) -> None:
         function(*args)
     elif isinstance(sys.breakpointhook, BreakpointHook):
         sys.breakpointhook.debugger.runcall(function, *args)
-    else:  # started by hand
+    else:  # no terminal is known
         pdb.runcall(function, *args)
 
 

@@ -1,4 +1,4 @@
-"""A person at a terminal debugs a real run: `breakpoint()` in a rollout and in a trainer rank under torchrun; then it finishes."""
+"""A person at a terminal debugs a real run: `breakpoint()` in a rollout and in a trainer rank under torchrun; another rollout by hand."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def clone(tmp_path: Path) -> Path:
     insert(
         root / "accerl_mp/rollout/worker.py",
         '            with self._timer.phase("build"):\n',
-        "            if deal.group_id == 0: breakpoint()\n",
+        "            if self._process.index == 0 and not vars(self).setdefault('stopped', []): self.stopped.append(1); breakpoint()\n",
     )
     insert(
         root / "accerl_mp/trainer/loop.py",
@@ -51,10 +51,14 @@ def insert(file: Path, before: str, line: str) -> None:
 
 
 def start(root: Path, **variables: str) -> pexpect.spawn:
-    environment = os.environ | {"ACCERL_PYTHON": sys.executable, "TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""} | variables
-    environment.pop("PYTHONPATH", None)
-    command = ["launch.sh", *FLAGS.split()]
-    return pexpect.spawn("bash", command, cwd=root, env=environment, encoding="utf-8", timeout=240, dimensions=(40, 140))
+    return spawn(root, "bash", "launch.sh", *FLAGS.split(), **variables)
+
+
+def spawn(root: Path, *command: str, **variables: str) -> pexpect.spawn:
+    environment = os.environ | {"ACCERL_PYTHON": sys.executable, "TERM": "xterm", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
+    return pexpect.spawn(
+        command[0], list(command[1:]), cwd=root, env=environment | variables, encoding="utf-8", timeout=300, dimensions=(40, 140)
+    )
 
 
 @pytest.mark.slow
@@ -62,17 +66,22 @@ def start(root: Path, **variables: str) -> pexpect.spawn:
 @pytest.mark.timeout(800)
 def test_breakpoints_in_a_rollout_and_in_a_trainer_rank_of_a_running_demo(clone: Path) -> None:
     with (clone / "screen.txt").open("w") as screen:
-        run = start(clone)
+        run = start(clone, ACCERL_BY_HAND="rollout/1")
         run.logfile_read = screen
+        run.expect("rollout/1 is yours to start: python -m accerl_mp.rollout --run-dir .* --index 1")
+        mine = spawn(clone, sys.executable, "-m", "accerl_mp.rollout", "--run-dir", "run", "--index", "1")
         try:
             _debug(run)
             run.expect("The run has finished: 2 optimizer steps")
-            run.expect(pexpect.EOF)
-            run.wait()
+            for process in (run, mine):
+                process.expect(pexpect.EOF)
+                process.wait()
         finally:
             run.close(force=True)
+            mine.close(force=True)
     shown = (clone / "screen.txt").read_text()
     assert run.exitstatus == 0, shown
+    assert mine.exitstatus == 0, "the process that was started by hand leaves with the run"
     assert "starting #" in shown, "a terminal gets the status line"
     assert json.loads((clone / "run/status.json").read_text())["step"] == 2
 

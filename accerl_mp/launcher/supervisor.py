@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import select
+import shlex
 import signal
 import sys
 import time
@@ -29,6 +30,9 @@ from accerl_mp.transport.health import FAILURE_FILE, PARENT_PID, STATES, Health,
 
 LAUNCH_PID = "ACCERL_LAUNCH_PID"
 """Environment variable: pid of launch.sh; when it is gone, the run ends."""
+
+BY_HAND = "ACCERL_BY_HAND"
+"""Environment variable: names of processes that a person starts, separated by commas. They are not started again either."""
 
 _TURN_S = 0.2
 _AT_ONCE_S = 5.0
@@ -131,7 +135,11 @@ class Supervisor:
         self._status_line = StatusLine(self._table, self._board)
         _log.info("starts %s", ", ".join(f"{role.count} {role.name}" for role in reversed(self._roles)))
         for child in reversed(self._children):
-            self._start(child)
+            if child.name in os.environ.get(BY_HAND, "").split(","):
+                module, folder = f"accerl_mp.{child.role.name}", shlex.quote(str(self._paths.run_dir))
+                _log.info("%s is yours to start: python -m %s --run-dir %s --index %d", child.name, module, folder, child.index)
+            else:
+                self._start(child)
         self._health.set_state("running")
 
     def _watch(self) -> End:
@@ -249,6 +257,7 @@ class Supervisor:
         self._kill_orphans()
         if end.reason in ("finished", "stopped"):
             self._wait_for_ranks()
+            self._board.set("stop", 1)  # what a person has started got no signal
         sweep(self._paths)
         _log.info("%s; all processes ended within %.1f s", end.reason, time.monotonic() - start)
         self._health.set_state("failed" if fast else "ended")
