@@ -9,7 +9,11 @@ stopped_by=""     # INT, TERM or HUP
 graceful_s=25     # a run that was asked to end may take this long until torchrun is told
 torchrun_s=45     # torchrun may take this long until it is killed
 
-say() { printf 'launch.sh: %s\n' "$*" >&2; }
+# On a terminal the supervisor's status line may stand where it writes.
+say() {
+    if [ -t 2 ] && [ "${TERM:-dumb}" != dumb ]; then printf '\r\033[K' >&2; fi
+    printf 'launch.sh: %s\n' "$*" >&2
+}
 die() {
     say "$*"
     exit 1

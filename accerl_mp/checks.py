@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accerl_mp.cli import option_of
-from accerl_mp.config import GROUPS, Config, largest_group
+from accerl_mp.config import GROUPS, TEXTWORLD, Config, largest_group
 from accerl_mp.games import find_games, list_games, without_json
 
 _SLOT_BYTES = 4096 + 256
@@ -90,16 +90,29 @@ def _games(config: Config) -> Iterator[str]:
     if not games.tw_game_dir:
         yield "--tw-game-dir is missing: there is nothing to play"
     else:
-        yield from _game_folder("--tw-game-dir", games.tw_game_dir, games.tw_game_pattern)
+        yield from _game_folder("--tw-game-dir", games.tw_game_dir, config)
     if metrics.eval_game_dir:
-        yield from _game_folder("--eval-game-dir", metrics.eval_game_dir, games.tw_game_pattern)
-        if games.tw_game_dir and Path(metrics.eval_game_dir).resolve() == Path(games.tw_game_dir).resolve():
-            yield f"--eval-game-dir {metrics.eval_game_dir} is --tw-game-dir: evaluation must play games that are not trained on"
+        yield from _game_folder("--eval-game-dir", metrics.eval_game_dir, config)
+        yield from _trained_and_held_out(config)
     elif metrics.eval_every_rounds > 0:
         yield f"--eval-every-rounds {metrics.eval_every_rounds} needs --eval-game-dir: there are no held-out games to play"
 
 
-def _game_folder(option: str, folder: str, pattern: str) -> Iterator[str]:
+def _trained_and_held_out(config: Config) -> Iterator[str]:
+    """A held-out folder may lie inside the training folder, whose subfolders are searched too."""
+    folder, eval_folder, pattern = config.games.tw_game_dir, str(config.metrics.eval_game_dir), config.games.tw_game_pattern
+    if not (folder and Path(folder).is_dir() and Path(eval_folder).is_dir()) or Path(pattern).is_absolute():
+        return
+    trained = {game.resolve() for game in find_games(folder, pattern)}
+    if both := [game for game in find_games(eval_folder, pattern) if game.resolve() in trained]:
+        yield (
+            f"--eval-game-dir {eval_folder}: {len(both)} of its games are in --tw-game-dir {folder} too ({both[0].name}): "
+            "evaluation must play games that are not trained on"
+        )
+
+
+def _game_folder(option: str, folder: str, config: Config) -> Iterator[str]:
+    pattern = config.games.tw_game_pattern
     if not Path(folder).is_dir():
         yield f"{option} {folder}: no such folder"
         return
@@ -109,7 +122,7 @@ def _game_folder(option: str, folder: str, pattern: str) -> Iterator[str]:
     games = find_games(folder, pattern)
     if not games:
         yield f"{option} {folder}: no file matches --tw-game-pattern {pattern!r}: there is nothing to play"
-    if lonely := without_json(games):
+    if config.games.env == TEXTWORLD and (lonely := without_json(games)):
         names = ", ".join(game.name for game in lonely[:3]) + (", ..." if len(lonely) > 3 else "")
         yield f"{option} {folder}: {len(lonely)} games have no .json beside them ({names}): TextWorld would give no commands, score or end"
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+TEXTWORLD = "textworld"
+"""`--env` of TextWorld's games."""
+
 
 class ConfigError(ValueError):
     """Flags that cannot work. `problems` holds one sentence each: the flag as typed, its value, the consequence."""
@@ -53,6 +56,7 @@ class ModelConfig:
 class GameConfig:
     """Games and rewards"""
 
+    env: str = flag(TEXTWORLD, "what plays a game file: textworld, or module:Class with the Env protocol of accerl_mp/rollout/env.py")
     tw_game_dir: str = flag("", "folder of TextWorld games, each .z8 with its .json beside it (required)")
     tw_game_pattern: str = flag("*.z8", "glob of game files inside --tw-game-dir, searched in subfolders too")
     tw_game_limit: int | None = flag(None, "keep the first K games after a shuffle by --seed", at_least=1)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from accerl_mp.config import Config
-from accerl_mp.launcher.supervisor import LAUNCH_PID
+from accerl_mp.launcher.supervisor import BY_HAND, LAUNCH_PID
 from accerl_mp.launcher.sweep import leftovers, sweep
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
@@ -301,3 +301,21 @@ def test_two_runs_side_by_side_do_not_touch_each_other(start: Callable[..., Run]
     second.touch("finish")
     assert second.codes() == [0]
     second.assert_nothing_left()
+
+
+def test_a_process_that_a_person_starts_is_left_to_them_and_leaves_with_the_run(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BY_HAND, "rollout/0")
+    run = start("rollout:run,stats:run")
+    run.wait_running("stats/0", "trainer/0")
+    assert run.table().read(run.table().row_of("rollout/0")).pid == 0
+    environment = os.environ | {"FAKE_MODE": "run", "FAKE_RUN": str(run.paths.run_dir), "PYTHONPATH": str(ROOT)}
+    code = "from tests.fake_role import main, run_process; run_process('rollout', main)"
+    mine = subprocess.Popen([sys.executable, "-c", code, "--run-dir", str(run.paths.run_dir)], env=environment, cwd=ROOT)
+    assert run.wait_running("rollout/0")["rollout/0"] == mine.pid
+    run.touch("finish")
+    assert run.codes() == [0]
+    assert mine.wait(20) == 0
+    assert "rollout/0 is yours to start: python -m accerl_mp.rollout --run-dir " in run.terminal()
+    run.assert_nothing_left()

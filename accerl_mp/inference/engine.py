@@ -66,24 +66,32 @@ class Engine:
         self._vocab_size = llm.model_config.get_vocab_size()
 
     @classmethod
-    def start(cls, config: Config, stop_ids: list[int], *, replica: int = 0) -> "Engine":
-        """Start vLLM's processes and wait until they are ready. Holds this thread: 25 s here, longer where vLLM compiles."""
+    def start(cls, config: Config, stop_ids: list[int], *, replica: int = 0, load_format: str = "dummy") -> "Engine":
+        """Start vLLM's processes and wait until they are ready. Holds this thread: 25 s here, longer where vLLM compiles.
+
+        load_format: "dummy" for weights that a push will bring, "auto" for those of the model's folder
+        """
         _warn_of_other_versions()
         start = time.monotonic()
-        arguments = engine_arguments(config, replica)
+        arguments = engine_arguments(config, replica) | {"load_format": load_format}
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         _log.info("vLLM %s is ready after %.1f s", vllm.__version__, time.monotonic() - start)
         return cls(llm, stop_ids, num_workers=config.inference.infer_tp_size, max_model_len=arguments["max_model_len"])
 
-    async def generate(self, key: str, ids: list[int], *, max_tokens: int, temperature: float, salt: str) -> Generation:
+    async def generate(
+        self, key: str, ids: list[int], *, max_tokens: int, temperature: float, salt: str, top_p: float = 1.0, seed: int | None = None
+    ) -> Generation:
         """Sample a reply to `ids`. `key` names the request in the workers' reports. EngineError if vLLM refuses it.
 
+        seed: of this reply's own sampling; None: the engine's
         waits for      vLLM, without a limit: the caller's own deadline, or the engine's death (EngineError), ends it
         """
         with _refusals():
             params = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=temperature,
+                top_p=top_p,
+                seed=seed,
                 stop_token_ids=self._stop_ids,
                 logprobs=0,
                 flat_logprobs=True,
@@ -185,7 +193,6 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
     arguments = {
         "model": model.model_path,
         "trust_remote_code": model.trust_remote_code,
-        "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the folder's own would bring stop tokens and sampling defaults of its own
         "dtype": dtype,

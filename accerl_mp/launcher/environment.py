@@ -90,3 +90,10 @@ def num_threads(role: str, config: Config) -> int:
 def thread_caps(number: int) -> dict[str, str]:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
     return dict.fromkeys(names, str(number))
+
+
+def become_inference(config: Config) -> None:
+    """Make this process one that may hold an engine, as a tool does. Before torch or vllm is imported; its GPUs stay those it sees."""
+    is_cpu = config.run.placement == "cpu"
+    num_threads_here = len(os.sched_getaffinity(0)) if is_cpu else num_threads("inference", config)
+    os.environ.update(_EVERYBODY | thread_caps(num_threads_here) | _VLLM | (_VLLM_CPU if is_cpu else {}))

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accerl_mp import checks, cli, log
-from accerl_mp.config import Config, ConfigError, resolve
+from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
 from accerl_mp.launcher.sweep import lock, sweep
 from accerl_mp.topology import RunPaths, gpu_memory_bytes, visible_gpus
 
 if TYPE_CHECKING:
     from accerl_mp.models.memory import MemoryPlan
+
+CONFIG_UNREADABLE = "its config cannot be read"
+"""In the problem that launcher/tokenizer.py has with a model folder like that."""
 
 _PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir")
 _DEMO_GAMES = Path("runs/demo_games")
@@ -67,11 +70,13 @@ def _prepare(words: list[str]) -> Config:
     gpus = visible_gpus()
     config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"))
     paths = RunPaths(Path(config.metrics.log_dir or ""))
-    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config)
+    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config) + _env(config)
     plan = None if problems else _memory_plan(config)
     problems += plan.problems() if plan else []
     with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:
-        problems += _export_tokenizer(config, Path(folder)) + _model_problems(config)
+        problems += _export_tokenizer(config, Path(folder))
+        if not any(CONFIG_UNREADABLE in problem for problem in problems):  # else the model would say the same again
+            problems += _model_problems(config)
         if problems:
             raise ConfigError(problems)
         for warning in checks.warnings(config, typed) + (plan.warnings() if plan else []):
@@ -95,6 +100,18 @@ def _log_level(config: Config) -> list[str]:
         log.level_of("", config.metrics.log_level)
     except ValueError as error:
         return [f"--log-level {config.metrics.log_level}: {error}; [role=]LEVEL with debug, info, warning or error"]
+    return []
+
+
+def _env(config: Config) -> list[str]:
+    if config.games.env == TEXTWORLD:
+        return []  # without importing it here
+    from accerl_mp.rollout.env import find_env
+
+    try:
+        find_env(config.games.env)
+    except ValueError as error:
+        return [f"--env {config.games.env}: {error}: no game could be played"]
     return []
 
 

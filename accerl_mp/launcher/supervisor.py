@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import select
+import shlex
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from accerl_mp.launcher import children
 from accerl_mp.launcher.children import Child
 from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import Role, build_roles, table_names
+from accerl_mp.launcher.status_line import StatusLine
 from accerl_mp.launcher.sweep import lock, note_foreign, sweep
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
@@ -28,6 +30,9 @@ from accerl_mp.transport.health import FAILURE_FILE, PARENT_PID, STATES, Health,
 
 LAUNCH_PID = "ACCERL_LAUNCH_PID"
 """Environment variable: pid of launch.sh; when it is gone, the run ends."""
+
+BY_HAND = "ACCERL_BY_HAND"
+"""Environment variable: names of processes that a person starts, separated by commas. They are not started again either."""
 
 _TURN_S = 0.2
 _AT_ONCE_S = 5.0
@@ -104,6 +109,7 @@ class Supervisor:
         try:
             end = self._watch()
         finally:
+            self._status_line.clear()
             self._end(end)
         return 1 if end.reason in ("failed", "orphaned") else 0
 
@@ -126,9 +132,14 @@ class Supervisor:
         self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
         self._health = Health("supervisor/0", table=self._table, board=self._board)
         self._health.enter()
+        self._status_line = StatusLine(self._table, self._board)
         _log.info("starts %s", ", ".join(f"{role.count} {role.name}" for role in reversed(self._roles)))
         for child in reversed(self._children):
-            self._start(child)
+            if child.name in os.environ.get(BY_HAND, "").split(","):
+                module, folder = f"accerl_mp.{child.role.name}", shlex.quote(str(self._paths.run_dir))
+                _log.info("%s is yours to start: python -m %s --run-dir %s --index %d", child.name, module, folder, child.index)
+            else:
+                self._start(child)
         self._health.set_state("running")
 
     def _watch(self) -> End:
@@ -141,6 +152,7 @@ class Supervisor:
             if end := self._look_around():
                 return end
             self._look_at_children()
+            self._status_line.show()
             self._sleep()
 
     def _look_around(self) -> End | None:
@@ -245,6 +257,7 @@ class Supervisor:
         self._kill_orphans()
         if end.reason in ("finished", "stopped"):
             self._wait_for_ranks()
+            self._board.set("stop", 1)  # what a person has started got no signal
         sweep(self._paths)
         _log.info("%s; all processes ended within %.1f s", end.reason, time.monotonic() - start)
         self._health.set_state("failed" if fast else "ended")

@@ -7,7 +7,7 @@ from typing import Any
 
 from accerl_mp.rollout.client import InferenceClient
 from accerl_mp.rollout.collect import Deal, Group, build_group, play_group
-from accerl_mp.rollout.env import EnvError, EnvPool
+from accerl_mp.rollout.env import EnvError, EnvPool, find_env
 from accerl_mp.rollout.episode import Player
 from accerl_mp.rollout.guard import StepGuard, end_process
 from accerl_mp.rollout.loop_timer import LoopTimer
@@ -45,7 +45,7 @@ class Worker:
         self._metrics = MetricsSender(paths, process.name)
         self._tokenizer = Tokenizer.load(paths.tokenizer)
         self._guard = StepGuard(config.games.env_step_timeout_s, process.health.table.clock, partial(end_process, process))
-        self._envs = EnvPool(config.run.rollout_batch_size)
+        self._envs = EnvPool(config.run.rollout_batch_size, find_env(config.games.env))
         self._slots = asyncio.Semaphore(config.run.rollout_batch_size)
         self._chat = ChatFormat.probe(self._tokenizer)
         self._groups: dict[asyncio.Task[None], Deal] = {}

@@ -206,7 +206,8 @@ def _beat(process: Process, stop: threading.Event) -> None:
     health, over_since = process.health, None
     while not stop.wait(_BEAT_S):
         health.beat()
-        if health.lost is None and _has_lost_supervisor(health.table):
+        # One that has asked everybody to leave may go first: it does not wait for what a person has started.
+        if health.lost is None and not health.board.get("stop") and _has_lost_supervisor(health.table):
             health.lost = PeerLost("supervisor/0", None, str(process.paths.log("supervisor", 0)), "it died without a word")
         if (grace_s := _grace_s(health)) is None:
             continue
