@@ -235,6 +235,10 @@ class MetricsConfig:
     eval_temperature: float = flag(1.0, "sampling temperature of evaluation", at_least=0)
     transcripts_every: int = flag(50, "every N-th episode is written to episodes/; 0: none", at_least=0)
     max_restarts: int = flag(3, "restarts of each role's processes until the run stops", at_least=0)
+    hang_timeout_s: float = flag(
+        60.0, "a process that lives but stands still this long is started again; a trainer rank so ends the run (0: never)", at_least=0
+    )
+    step_timeout_s: float = flag(900.0, "a trainer rank may compute this long without a sign; then the run ends (0: no limit)", at_least=0)
 
 
 GROUPS: dict[str, type] = {

@@ -21,6 +21,7 @@ from accerl_mp.launcher.children import Child
 from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import Role, build_roles, table_names
 from accerl_mp.launcher.sweep import lock, note_foreign, sweep
+from accerl_mp.launcher.watchdog import Stall, Watchdog, blame, dump_and_kill
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import EXIT_GAME_HUNG, PeerLost
@@ -38,6 +39,8 @@ _ORPHAN_SCAN_S = 5.0
 _RANKS_LEAVE_S = 25.0
 _FAST_STOP_S = 3.0
 _LAST_LINES = 20
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""Exit codes of somebody else's doing; any other end in the middle of an env step is the game's interpreter's."""
 
 _log = logging.getLogger(__name__)
 
@@ -126,6 +129,7 @@ class Supervisor:
         self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
         self._health = Health("supervisor/0", table=self._table, board=self._board)
         self._health.enter()
+        self._watchdog = Watchdog(self._table, self._config, _note)
         _log.info("starts %s", ", ".join(f"{role.count} {role.name}" for role in reversed(self._roles)))
         for child in reversed(self._children):
             self._start(child)
@@ -138,7 +142,7 @@ class Supervisor:
                 self._orphans_until = time.monotonic() + _ORPHAN_SCAN_S
                 if (child := self._child_of(pid)) and (end := self._on_death(child, exit_code)):
                     return end
-            if end := self._look_around():
+            if end := self._look_around() or self._end_stuck():
                 return end
             self._look_at_children()
             self._sleep()
@@ -173,6 +177,23 @@ class Supervisor:
         self._health.beat()
         self._health.tick()
 
+    def _end_stuck(self) -> End | None:
+        """Processes that live but stand still: a role's is killed, to be started again; a rank's ends the run."""
+        stalls = self._watchdog.look(time.monotonic())
+        if ranks := [stall for stall in stalls if stall.name.startswith("trainer/")]:
+            guilty = blame(ranks)
+            dump_and_kill(self._table, guilty, [row.name for row in self._table.snapshot()], _TURN_S)
+            return End("failed", self._lost(guilty.name, None, str(guilty)))
+        for stall in stalls:
+            if child := self._child_of(stall.pid):
+                self._end_stuck_child(child, stall)
+        return None
+
+    def _end_stuck_child(self, child: Child, stall: Stall) -> None:
+        _log.error("%s %s: ends it", child.name, stall)
+        child.verdict = f"it {stall}"
+        dump_and_kill(self._table, stall, [child.name], _TURN_S)
+
     def _look_at_start(self, child: Child, now: float) -> None:
         row = self._row(child)
         if row.pid != child.pid or child.was_running:
@@ -182,6 +203,7 @@ class Supervisor:
             note_foreign(self._paths, children.descendants())
         if row.state == "starting" and now - child.started > child.role.start_timeout_s and not self._table.holder:
             flag = f" ({child.role.start_flag})" if child.role.start_flag else ""
+            child.verdict = f"it was not ready after {child.role.start_timeout_s:.0f} s{flag}"
             _log.error("%s is not ready after %.0f s%s: ends it", child.name, child.role.start_timeout_s, flag)
             self._table.dump_stacks([child.name])
             time.sleep(_TURN_S)  # its stacks are written by then
@@ -199,8 +221,9 @@ class Supervisor:
         self._bury(child, exit_code)
         child.num_deaths_at_once = child.num_deaths_at_once + 1 if at_once else 0
         index = self._table.row_of(child.name)
-        lost = PeerLost(child.name, exit_code, str(self._log_file(child)), row.error or _describe(exit_code))
-        if exit_code == EXIT_GAME_HUNG:  # ingest counts it against the game, which it sets aside after three
+        lost = self._lost(child.name, exit_code, child.verdict or row.error or _describe(exit_code))
+        if exit_code == EXIT_GAME_HUNG or self._table.word(index, "died_playing"):
+            # Ingest counts it against the game, which it sets aside after three.
             child.num_deaths_at_once, child.start_at = 0, time.monotonic()
             _log.warning("%s, starts again (the game's fault: no restart is used up)", lost)
             return None
@@ -223,6 +246,9 @@ class Supervisor:
         child.ended(exit_code)
         row = self._table.row_of(child.name)
         self._table.set_word(row, "exit_code", exit_code)
+        is_games_fault = exit_code not in _FROM_OUTSIDE and not child.verdict
+        self._table.set_word(row, "died_playing", self._table.word(row, "plays") if is_games_fault else 0)
+        self._table.set_word(row, "plays", 0)
         self._table.set_word(row, "pid", 0)
         if self._table.read(row).state not in ("ended", "failed"):
             self._table.set_word(row, "state", STATES.index("failed" if exit_code else "ended"))
@@ -325,8 +351,9 @@ class Supervisor:
     def _pids(self) -> set[int]:
         return {child.pid for child in self._children if child.pid}
 
-    def _log_file(self, child: Child) -> Path:
-        return self._paths.log(child.role.name, child.index)
+    def _lost(self, name: str, exit_code: int | None, detail: str) -> PeerLost:
+        role, _, index = name.partition("/")
+        return PeerLost(name, exit_code, str(self._paths.log(role, int(index))), detail)
 
 
 def _wake_on_signals(handler: object) -> int:
@@ -348,6 +375,11 @@ def _first_failure(ranks: list[HealthRow], paths: RunPaths) -> PeerLost | None:
         role, _, index = row.name.partition("/")
         return PeerLost(row.name, None, str(paths.log(role, int(index))), row.error or "it died without a word (killed?)")
     return None
+
+
+def _note(text: str) -> None:
+    """For the log alone: a terminal would show it whenever the machine is busy."""
+    _log.info("%s", text, extra={"shown": True})
 
 
 def _describe(exit_code: int) -> str:
