@@ -1,7 +1,7 @@
 """The sockets of an inference process and its one event loop.
 
-Three tasks: requests (each is answered by a task of its own, so that vLLM batches them all), control calls, and a watch that
-ends the process with the run or with the engine.
+Four tasks: requests (each is answered by a task of its own, so that vLLM batches them all), control calls, a watch that
+ends the process with the run or with the engine, and one that ends it when vLLM lives but does not answer (`pulse.py`).
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import numpy as np
 from accerl_mp.inference.control import PushControl
 from accerl_mp.inference.engine import Engine, EngineError
 from accerl_mp.inference.front import FrontCounts, RequestFront
+from accerl_mp.inference.pulse import watch_pulse
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import CONTROL, REQUESTS, MessageError, MetricsSender
 from accerl_mp.transport.process import Process
@@ -42,7 +43,8 @@ class InferenceServer:
         self._calls = sockets.bind_router(context, process.paths, CONTROL, process.index)
         metrics = MetricsSender(process.paths, process.name)
         process.health.set_state("running")
-        tasks = [asyncio.create_task(loop) for loop in (self._serve_requests(), self._serve_control(), self._watch(metrics))]
+        pulse = watch_pulse(self._engine, process.health, timeout_s=process.config.metrics.hang_timeout_s)
+        tasks = [asyncio.create_task(loop) for loop in (self._serve_requests(), self._serve_control(), self._watch(metrics), pulse)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -115,6 +115,7 @@ class Dealer:
         self._strikes: Counter[tuple[str, int]] = Counter()
         """Of a game: ("train" or "eval", game id); of a group whose rollouts died: ("group", group id)."""
         self._heard: set[int] = set()
+        self._given_up: list[int] = []
 
     @classmethod
     def resume(cls, schedule: Schedule, num_workers: int, *, next_number: int, done: set[int], window: int) -> "Dealer":
@@ -172,6 +173,11 @@ class Dealer:
             deal = self.schedule.of(group_id)
             self._take_back(deal, reason, (deal.kind, deal.game_id))
 
+    def take_given_up(self) -> list[int]:
+        """Training groups that will not be played, since their game is set aside; each is told once."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
     def start_evaluation(self, eval_id: int) -> list[Deal]:
         """Queue every held-out game, before everything else."""
         deals = [self.schedule.evaluation(eval_id, game_id) for game_id in range(self.schedule.num_eval_games)]
@@ -191,6 +197,7 @@ class Dealer:
             self.next_number += 1
             if self.schedule.game_of(number) not in self.set_aside:
                 return self.schedule.train(number)
+            self._given_up.append(number)
         raise RuntimeError(f"all {self.schedule.num_games} games failed {MAX_STRIKES} times in a row: nothing is left to play")
 
     def _take_back_dead(self, deal: Deal, worker: int, died_playing: int) -> None:
@@ -205,6 +212,7 @@ class Dealer:
         self._forget(deal.group_id)
         _log.info("group %d (%s game %d) was not played: %s", deal.group_id, deal.kind, deal.game_id, reason)
         if deal.kind == "train" and deal.game_id in self.set_aside:
+            self._given_up.append(deal.group_id)
             return
         if strike is not None:
             self._strikes[strike] += 1
@@ -214,6 +222,7 @@ class Dealer:
         elif deal.kind == "eval":
             self.failed_eval.add(deal.group_id)
         else:
+            self._given_up.append(deal.group_id)
             self.set_aside.add(deal.game_id)
             self.reasons[deal.game_id] = reason
 

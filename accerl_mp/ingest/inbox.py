@@ -81,7 +81,7 @@ class Inbox:
             except RingError as error:
                 _log.error("group %d is left out: %s", group_id, error)
                 self.counts["too_large"] += 1
-                self._rings.remember(group_id)
+                self._rings.remember(group_id, "too_large")
             del self._waiting[group_id]
             self._ack(waiting.sender, group_id)
 
@@ -103,6 +103,8 @@ class Inbox:
 
     def _take_new(self, sender: bytes, message: dict[str, Any], frames: list[bytes]) -> None:
         group_id, outcome = message["group_id"], message["outcome"]
+        if outcome not in channels.OUTCOMES or not 0 <= group_id < self._dealer.next_number:
+            raise MessageError(f"group {group_id} with outcome {outcome!r} was never dealt")
         try:
             samples = _checked(message, decode_samples(frames)) if outcome == "samples" else []
         except (CodecError, SampleError, MessageError) as error:
@@ -117,7 +119,7 @@ class Inbox:
             self.sizes.add(samples)
             self._waiting[group_id] = _Waiting(sender, samples)
         else:
-            self._rings.remember(group_id)
+            self._rings.remember(group_id, outcome)
             self._ack(sender, group_id)
 
     def _ack(self, sender: bytes, group_id: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from accerl_mp import log
 from accerl_mp.config import Config
 from accerl_mp.launcher import children
+from accerl_mp.launcher.causes import describe, first_failure, last_lines, note, without_disk
 from accerl_mp.launcher.children import Child
 from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import Role, build_roles, table_names
@@ -38,7 +39,6 @@ _MAX_BACK_OFF_S = 10.0
 _ORPHAN_SCAN_S = 5.0
 _RANKS_LEAVE_S = 25.0
 _FAST_STOP_S = 3.0
-_LAST_LINES = 20
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 """Exit codes of somebody else's doing; any other end in the middle of an env step is the game's interpreter's."""
 
@@ -129,7 +129,7 @@ class Supervisor:
         self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
         self._health = Health("supervisor/0", table=self._table, board=self._board)
         self._health.enter()
-        self._watchdog = Watchdog(self._table, self._config, _note)
+        self._watchdog = Watchdog(self._table, self._config, note)
         _log.info("starts %s", ", ".join(f"{role.count} {role.name}" for role in reversed(self._roles)))
         for child in reversed(self._children):
             self._start(child)
@@ -150,7 +150,7 @@ class Supervisor:
     def _look_around(self) -> End | None:
         """Whether somebody outside the roles ends the run."""
         ranks = [row for row in self._table.snapshot() if row.name.startswith("trainer/")]
-        if lost := _first_failure(ranks, self._paths):
+        if lost := first_failure(ranks, self._paths):
             return End("failed", lost)
         if os.getppid() != self._parent_pid:
             return End("orphaned", detail="trainer/0 is gone")
@@ -200,7 +200,8 @@ class Supervisor:
             return
         child.was_running = row.state == "running"
         if child.was_running:
-            note_foreign(self._paths, children.descendants())
+            with without_disk("a `kill -9` of everything would leave vLLM's shared memory behind"):
+                note_foreign(self._paths, children.descendants())
         if row.state == "starting" and now - child.started > child.role.start_timeout_s and not self._table.holder:
             flag = f" ({child.role.start_flag})" if child.role.start_flag else ""
             child.verdict = f"it was not ready after {child.role.start_timeout_s:.0f} s{flag}"
@@ -221,7 +222,7 @@ class Supervisor:
         self._bury(child, exit_code)
         child.num_deaths_at_once = child.num_deaths_at_once + 1 if at_once else 0
         index = self._table.row_of(child.name)
-        lost = self._lost(child.name, exit_code, child.verdict or row.error or _describe(exit_code))
+        lost = self._lost(child.name, exit_code, child.verdict or row.error or describe(exit_code))
         if exit_code == EXIT_GAME_HUNG or self._table.word(index, "died_playing"):
             # Ingest counts it against the game, which it sets aside after three.
             child.num_deaths_at_once, child.start_at = 0, time.monotonic()
@@ -277,10 +278,11 @@ class Supervisor:
 
     def _report(self, lost: PeerLost) -> None:
         """The first failure, with its last log lines; what breaks because of it comes later and is not shown."""
-        lost.save(self._paths.run_dir / FAILURE_FILE)
+        with without_disk("processes will not know why the run ends"):
+            lost.save(self._paths.run_dir / FAILURE_FILE)
         self._board.set("failed", 1)
         _log.error("the run ends: %s", lost)
-        for line in _last_lines(Path(lost.log_file)):
+        for line in last_lines(Path(lost.log_file)):
             log.terminal_line(f"    {line}")
 
     def _stop(self, role: Role, *, timeout_s: float) -> None:
@@ -365,32 +367,3 @@ def _wake_on_signals(handler: object) -> int:
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handler)  # type: ignore[arg-type]
     return reader
-
-
-def _first_failure(ranks: list[HealthRow], paths: RunPaths) -> PeerLost | None:
-    """The rank that was killed, else the one that failed first: the others only follow."""
-    failed = sorted((row for row in ranks if row.state == "failed"), key=lambda row: row.changed)
-    killed = [row for row in ranks if row.pid and row.state not in ("ended", "failed") and not is_alive(row.pid)]
-    for row in killed + failed:
-        role, _, index = row.name.partition("/")
-        return PeerLost(row.name, None, str(paths.log(role, int(index))), row.error or "it died without a word (killed?)")
-    return None
-
-
-def _note(text: str) -> None:
-    """For the log alone: a terminal would show it whenever the machine is busy."""
-    _log.info("%s", text, extra={"shown": True})
-
-
-def _describe(exit_code: int) -> str:
-    if exit_code >= 0:
-        return "it ended by itself before the run was over" if exit_code == 0 else "it ended with an error"
-    return f"it was killed by {signal.Signals(-exit_code).name}"
-
-
-def _last_lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16384))
-        return file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]

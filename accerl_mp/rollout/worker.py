@@ -154,7 +154,10 @@ class Worker:
             self._metrics.values(values)
         with self._timer.phase("write"):
             folder = self._process.paths.run_dir / "episodes"
-            write_transcripts(folder, group, self._tokenizer, self._config.metrics.transcripts_every)
+            try:
+                write_transcripts(folder, group, self._tokenizer, self._config.metrics.transcripts_every)
+            except OSError as error:
+                _log.info("no transcript of group %d: %s", group.deal.group_id, error)  # a full disk costs files, not the run
 
     async def _report(self) -> None:
         """Where this process's time went, every few seconds."""
