@@ -57,7 +57,8 @@ class InferenceServer:
     async def _serve_requests(self) -> None:
         """Waits for requests, without a limit: rollouts may have nothing to ask."""
         while True:
-            identity, data = await self._requests.recv_multipart()
+            identity, *frames = await self._requests.recv_multipart()
+            data = frames[0] if len(frames) == 1 else b""  # anything else is no request, and is answered so
             task = asyncio.create_task(self._answer(identity, data))
             self._answering.add(task)
             task.add_done_callback(self._answered)
@@ -98,9 +99,9 @@ class InferenceServer:
     async def _serve_control(self) -> None:
         """Waits for the trainer's calls, without a limit, and answers them one after the other."""
         while True:
-            identity, data = await self._calls.recv_multipart()
+            identity, *frames = await self._calls.recv_multipart()
             try:
-                op, number, fields = protocol.unpack_call(data)
+                op, number, fields = protocol.unpack_call(b"".join(frames))
             except MessageError:
                 continue  # no number, so no way to answer
             answer = await self._control.answer(op, fields)

@@ -35,7 +35,7 @@ class WorkDesk:
         """Take asks and failures. `is_done`: groups that need not be played any more, whoever holds them."""
         for sender, frames in sockets.receive_all(self.socket):
             try:
-                self._take(sender, frames[0], version, is_done)
+                self._take(sender, b"".join(frames), version, is_done)
             except MessageError as error:
                 _log.error("%s sent work a message that is none: %s", sender.decode(errors="replace"), error)
 
@@ -70,6 +70,8 @@ class WorkDesk:
 
     def _take_ask(self, sender: bytes, message: dict[str, Any], version: int, is_done: Callable[[int], bool]) -> None:
         worker = message["worker"]
+        if not all(type(group_id) is int for group_id in message["holding"]):
+            raise MessageError(f"ask.holding: expected ids of groups, got {message['holding']!r:.80}")
         holding = [group_id for group_id in message["holding"] if not is_done(group_id)]
         undelivered = self._dealer.hear(worker, self._life_of(worker), holding, died_playing=self._died_playing(worker))
         self._name_aside()

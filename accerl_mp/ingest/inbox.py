@@ -15,6 +15,8 @@ from accerl_mp.transport.channels import MessageError
 from accerl_mp.transport.codec import CodecError, decode_samples, sample_size_bytes
 from accerl_mp.transport.ring_memory import RingError
 
+_LARGEST_ID = 1 << 62
+
 _log = logging.getLogger(__name__)
 
 
@@ -91,6 +93,8 @@ class Inbox:
     def _take(self, sender: bytes, message: dict[str, Any], frames: list[bytes]) -> None:
         group_id = message["group_id"]
         if message["kind"] == "eval":
+            for record in message["episodes"]:
+                channels.check_record(record)
             self._take_evaluated(message)
             self._ack(sender, group_id)
         elif group_id in self._waiting:
@@ -132,4 +136,6 @@ def _checked(message: dict[str, Any], samples: list[RLSample]) -> list[RLSample]
         raise MessageError("outcome is 'samples', but there are none")
     if strangers := {sample.group_id for sample in samples} - {group_id}:
         raise MessageError(f"has samples of groups {sorted(strangers)}")
+    if any(not 0 <= number < _LARGEST_ID for sample in samples for number in (sample.episode_id, sample.game_id)):
+        raise MessageError("has samples of impossible episodes or games")  # a ring's words would not hold them
     return samples

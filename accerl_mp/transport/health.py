@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from accerl_mp.transport.board import Board, map_file
+from accerl_mp.transport.board import Board, make_file, map_file
 from accerl_mp.transport.errors import Closed, DeadlineExpired, PeerLost
 
 STATES = ("none", "starting", "running", "stopping", "ended", "failed")
@@ -83,7 +83,7 @@ class HealthTable:
     def create(cls, path: Path, names: list[str]) -> "HealthTable":
         """Make the file with a row per name. It appears under its name only once it is complete."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_bytes(bytes(_ROW_BYTES * (1 + len(names))))
+        make_file(temporary, _ROW_BYTES * (1 + len(names)))
         table = cls(map_file(temporary), path)
         table._fill(names)
         temporary.rename(path)
