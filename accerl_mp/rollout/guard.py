@@ -77,7 +77,7 @@ def end_process(process: Process, step: Step) -> None:
     """Tell ingest which game hangs, leave the stacks in the log, and exit: the supervisor starts a new process."""
     timeout_s = process.config.games.env_step_timeout_s
     reason = f"an env step took longer than {timeout_s:g} s (--env-step-timeout-s)"
-    _log.error("game %s: %s; this process ends", step.path, reason)
+    _log.info("game %s: %s; this process ends", step.path, reason)  # the supervisor says it too
     faulthandler.dump_traceback(process.stacks, all_threads=True)
     _report(process, step, reason)
     process.health.fail(TimeoutError(f"game {step.path}: {reason}"))
