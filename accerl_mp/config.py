@@ -166,7 +166,7 @@ class RunConfig:
         None, "trainer ranks (default by placement: cpu 2, colocated 1, dedicated GPUs - tp x infer)", at_least=1
     )
     fsdp_master_addr: str | None = flag(None, "torchrun rendezvous address (default: 127.0.0.1)")
-    fsdp_master_port: int | None = flag(None, "torchrun rendezvous port (default: a free one, chosen by torchrun)")
+    fsdp_master_port: int | None = flag(None, "torchrun rendezvous port (default: a free one, chosen by torchrun)", at_least=0)
     sync_every_optimizer_steps: int = flag(8, "optimizer steps in a round; each round ends with a weight push", at_least=1)
     max_sync_rounds: int | None = flag(None, "end after exactly N rounds (default: no limit but --max-steps)", at_least=1)
     num_rollout_workers: int | None = flag(None, "rollout processes (default: --fsdp-world-size)", at_least=1)
