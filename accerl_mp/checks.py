@@ -4,8 +4,10 @@ Takes a resolved Config. Looks at files and numbers only; what needs the model i
 """
 
 import dataclasses
+import json
 import math
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from accerl_mp.games import find_games, list_games, without_json
 _SLOT_BYTES = 4096 + 256
 """What a slot of a ring takes beside its samples' bytes: the last page is rarely full, and a row in three tables."""
 _RING_TABLES_BYTES = 128 << 10
+_LARGEST_PORT = 65535
+_COLLECTIVE_TIMEOUT_S = 1800
+"""Of torch's own collectives (`trainer/ranks.py`)."""
 
 
 def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None) -> list[str]:
@@ -81,8 +86,41 @@ def _model_folder(folder: Path) -> Iterator[str]:
         yield f"--model-path {folder}: no config.json in it: not a HuggingFace model folder"
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         yield f"--model-path {folder}: no *.safetensors (or pytorch_model*.bin) in it: there are no weights to train"
+    for file in sorted(folder.glob("*.safetensors")):
+        if problem := damage_of(file):
+            yield f"--model-path {folder}: {file.name} is damaged ({problem}): no weights could be read; copy it again"
+    if missing := _missing_shards(folder):
+        yield f"--model-path {folder}: {', '.join(missing)} of model.safetensors.index.json are missing: weights would be left out"
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
         yield f"--model-path {folder}: no tokenizer in it (tokenizer.json): games could not be turned into tokens"
+
+
+def damage_of(file: Path) -> str:
+    """What is wrong with a .safetensors file, from its header and its size alone; empty: nothing."""
+    size_bytes = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size_bytes < 8 or length > size_bytes - 8:
+            return f"{size_bytes} bytes do not even hold its header"
+        header = opened.read(length)
+    try:
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return "its header is no table of tensors"
+    expected = 8 + length + end
+    return "" if size_bytes == expected else f"{size_bytes} bytes, its header speaks of {expected}"
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []  # Transformers says what is wrong with it
+    return [name for name in names if not (folder / name).is_file()]
 
 
 def _games(config: Config) -> Iterator[str]:
@@ -199,8 +237,31 @@ def _processes(config: Config) -> Iterator[str]:
             f"--replay-samples {config.run.replay_samples} would not be read: launch.sh plays games; "
             "use torchrun --nproc-per-node N -m accerl_mp.trainer with it"
         )
+    yield from _rendezvous(config.run.fsdp_master_addr, config.run.fsdp_master_port)
+    limit_s = config.metrics.step_timeout_s
+    if limit_s >= _COLLECTIVE_TIMEOUT_S:
+        yield f"--step-timeout-s {limit_s:g} must be below {_COLLECTIVE_TIMEOUT_S}: torch would give up first, without naming the rank"
     if config.run.synchronous and config.replay.max_sample_reuse != 1:
         yield f"--synchronous trains each sample once, got --max-sample-reuse {config.replay.max_sample_reuse}"
+
+
+def _rendezvous(address: str | None, port: int | None) -> Iterator[str]:
+    """torchrun's meeting point, which must be on this machine."""
+    if address:
+        try:
+            resolved = socket.gethostbyname(address)
+        except (OSError, UnicodeError):
+            yield f"--fsdp-master-addr {address}: no such host; leave it out (127.0.0.1)"
+            return
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((resolved, port if port and 0 < port <= _LARGEST_PORT else 0))
+            except OSError as error:
+                place = f"--fsdp-master-addr {address}, --fsdp-master-port {port or 0}"
+                yield f"{place}: torchrun could not listen there ({error.strerror}); leave both out"
+    if port is not None and port > _LARGEST_PORT:
+        yield f"--fsdp-master-port {port} is no port: at most {_LARGEST_PORT}; leave it out for a free one"
 
 
 def _inference(config: Config) -> Iterator[str]:

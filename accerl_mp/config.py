@@ -170,7 +170,7 @@ class RunConfig:
         None, "trainer ranks (default by placement: cpu 2, colocated 1, dedicated GPUs - tp x infer)", at_least=1
     )
     fsdp_master_addr: str | None = flag(None, "torchrun rendezvous address (default: 127.0.0.1)")
-    fsdp_master_port: int | None = flag(None, "torchrun rendezvous port (default: a free one, chosen by torchrun)")
+    fsdp_master_port: int | None = flag(None, "torchrun rendezvous port (default: a free one, chosen by torchrun)", at_least=0)
     sync_every_optimizer_steps: int = flag(8, "optimizer steps in a round; each round ends with a weight push", at_least=1)
     max_sync_rounds: int | None = flag(None, "end after exactly N rounds (default: no limit but --max-steps)", at_least=1)
     num_rollout_workers: int | None = flag(None, "rollout processes (default: --fsdp-world-size)", at_least=1)
@@ -242,6 +242,10 @@ class MetricsConfig:
     eval_temperature: float = flag(1.0, "sampling temperature of evaluation", at_least=0)
     transcripts_every: int = flag(50, "every N-th episode is written to episodes/; 0: none", at_least=0)
     max_restarts: int = flag(3, "restarts of each role's processes until the run stops", at_least=0)
+    hang_timeout_s: float = flag(
+        60.0, "a process that lives but stands still this long is started again; a trainer rank so ends the run (0: never)", at_least=0
+    )
+    step_timeout_s: float = flag(900.0, "a trainer rank may compute this long without a sign; then the run ends (0: no limit)", at_least=0)
 
 
 GROUPS: dict[str, type] = {

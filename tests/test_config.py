@@ -1,6 +1,7 @@
 """Flags: parsing, files of flags, defaults that follow, and every refusal."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,16 @@ def folders(tmp_path: Path) -> dict[str, Any]:
     model, games = tmp_path / "model", tmp_path / "games"
     model.mkdir()
     games.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json"):
         (model / name).write_text("{}")
+    (model / "model.safetensors").write_bytes(safetensors(b"{}"))
     for name in ("a.z8", "a.json", "b.z8", "b.json"):
         (games / name).write_text("")
     return {"model_path": str(model), "tw_game_dir": str(games), "log_dir": str(tmp_path / "run")}
+
+
+def safetensors(header: bytes, body: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + body
 
 
 def problems_of(values: dict[str, Any], *, num_gpus: int = 0, shm: int = 1 << 40) -> list[str]:
@@ -189,6 +195,11 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"log_dir": __file__ + "/run"}, "is a file; name another folder"),
     ({"save_checkpoint": True, "checkpoint_dir": __file__}, "--checkpoint-dir"),
     ({"max_sync_rounds": 0}, "--max-sync-rounds must be at least 1"),
+    ({"fsdp_master_port": 70000}, "--fsdp-master-port 70000 is no port"),
+    ({"fsdp_master_port": -1}, "--fsdp-master-port must be at least 0"),
+    ({"fsdp_master_addr": "no.such.host.invalid"}, "--fsdp-master-addr no.such.host.invalid: no such host"),
+    ({"fsdp_master_addr": "192.0.2.1"}, "--fsdp-master-addr 192.0.2.1, --fsdp-master-port 0: torchrun could not listen there"),
+    ({"step_timeout_s": 1800.0}, "--step-timeout-s 1800 must be below 1800"),
 ]
 
 
@@ -228,6 +239,35 @@ def test_an_incomplete_model_folder_is_refused(folders: dict[str, Any], missing:
     assert any(problem.startswith("--model-path") for problem in problems_of(folders))
 
 
+HEADER = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+DAMAGE = {
+    "empty": (b"", "do not even hold its header"),
+    "shorter than its header": (safetensors(HEADER)[:20], "do not even hold its header"),
+    "cut weights": (safetensors(HEADER, bytes(7)), "bytes, its header speaks of"),
+    "more than its weights": (safetensors(HEADER, bytes(9)), "bytes, its header speaks of"),
+    "no json": (safetensors(b"x" * 8), "its header is no table of tensors"),
+    "another table": (safetensors(b'{"a": 3}'), "its header is no table of tensors"),
+    "a list": (safetensors(b"[]"), "its header is no table of tensors"),
+    "an LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "do not even hold its header"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_weights_are_refused_before_anything_reads_them(folders: dict[str, Any], case: str) -> None:
+    content, message = DAMAGE[case]
+    file = Path(folders["model_path"]) / "model.safetensors"
+    file.write_bytes(content)
+    assert any("model.safetensors is damaged" in problem and message in problem for problem in problems_of(folders)), problems_of(folders)
+    file.write_bytes(safetensors(HEADER, bytes(8)))
+    assert problems_of(folders) == []
+
+
+def test_a_missing_shard_is_named(folders: dict[str, Any]) -> None:
+    names = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    (Path(folders["model_path"]) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert any("model-2.safetensors of model.safetensors.index.json are missing" in problem for problem in problems_of(folders))
+
+
 def test_a_small_dev_shm_is_refused_with_the_size_needed(folders: dict[str, Any]) -> None:
     problems = problems_of(folders | {"replay_bytes": 100 << 20}, shm=64 << 20)
     assert any("64 MiB free" in problem and "204 MiB" in problem for problem in problems)
@@ -259,6 +299,17 @@ def test_an_empty_log_dir_is_the_default() -> None:
 def test_a_bad_value_is_a_problem_like_all_others() -> None:
     with pytest.raises(ConfigError, match="--batch-size"):
         parse(["--batch-size", "x"], environ={})
+
+
+def test_all_bad_values_and_unknown_flags_come_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(["--batch-size", "x", "--dtype", "fp8", "--learning-rate=fast", "--no-such", "--seed", "1"], environ={})
+    assert error.value.problems == [
+        "--batch-size x: expected a whole number",
+        "--dtype fp8: expected one of auto, bfloat16, float16, float32",
+        "--learning-rate fast: expected a number",
+        "--no-such: no such flag; bash launch.sh --help lists them",
+    ]
 
 
 def test_flags_that_other_flags_leave_idle_are_said(folders: dict[str, Any]) -> None:

@@ -396,6 +396,8 @@ class Run:
         self.board.set("stop", 1)
         codes = {name: process.wait(10) for name, process in self.processes.items()}
         assert set(codes.values()) <= {0}, (codes, self.log("ingest-0"))
+        books = json.loads((self.paths.run_dir / "books.json").read_text())
+        assert (books["groups"]["imbalance"], books["samples"]["imbalance"]) == (0, 0), books
 
     def log(self, name: str) -> str:
         return (self.paths.run_dir / "logs" / f"{name}.log").read_text()

@@ -221,7 +221,7 @@ def model_and_games(tmp_path: Path) -> list[str]:
     )
     tokenizer.save_pretrained(model)
     AutoConfig.for_model("qwen3").save_pretrained(model)
-    (model / "model.safetensors").touch()
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     games.mkdir()
     (games / "a.z8").touch()
     (games / "a.json").touch()

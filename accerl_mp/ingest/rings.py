@@ -65,9 +65,9 @@ class Rings:
         """Before a group is dealt: whoever ingests after us must not give its number to another."""
         self.writers[0].next_number = number
 
-    def remember(self, group_id: int) -> None:
-        """A group without samples: done all the same."""
-        self.writers[0].remember_group(group_id)
+    def remember(self, group_id: int, end: str = "") -> None:
+        """A group without samples: done all the same. `end`: how (`ring_view.ENDS`)."""
+        self.writers[0].remember_group(group_id, end)
 
     def try_put(self, samples: Sequence[RLSample], bodies: Sequence[Body] | None = None) -> bool:
         """Give the group whole to the rank that needs it most and has room. False: no rank has. `bodies` as `try_put_group` takes them."""

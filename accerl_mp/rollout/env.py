@@ -24,6 +24,8 @@ MAX_SEED = 2**31 - 1
 _HEADER_BYTES = 64
 _STORY_VERSIONS = {1: 2, 2: 2, 3: 2, 4: 4, 5: 4, 6: 8, 7: 8, 8: 8}
 """Versions of the Z-machine, and the unit of the length in their header."""
+_BROKEN = (OSError, ValueError, LookupError, AttributeError, TypeError, AssertionError, RuntimeError, NameError, ArithmeticError, EOFError)
+"""What TextWorld raises about nonsense in a game's files (its own errors are NameErrors and RuntimeErrors)."""
 _STATUS_LINE = re.compile(r"\n>\s[^\n]*\Z")
 _BANNER_LINE = re.compile(r"[\s$\\/|_>]+")
 
@@ -182,7 +184,7 @@ def _naming(path: str) -> Iterator[None]:
     """Whatever TextWorld raises about a damaged game is an EnvError that names it."""
     try:
         yield
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, AssertionError, RuntimeError) as error:
+    except _BROKEN as error:
         raise EnvError(path, f"{type(error).__name__}: {error}") from error
 
 

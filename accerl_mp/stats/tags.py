@@ -94,6 +94,7 @@ _ROWS: tuple[Tag, ...] = (
     Tag("Rollout/ResubmittedTurns", "turns", "sum", "rollout", "event", "turns submitted again: aborted reply or lost engine"),
     Tag("Ingest/SampleGroups", "groups", "sum", "ingest", "event", "groups whose samples went into a ring"),
     Tag("Ingest/ZeroStdGroups", "groups", "sum", "ingest", "event", "groups without signal, not stored (--keep-zero-std-groups)"),
+    Tag("Ingest/Imbalance", "groups", "max", "ingest", "always", "groups and samples that the books miss or have twice: 0"),
     Tag("Ingest/BrokenGroups", "groups", "sum", "ingest", "event", "groups damaged on the way or too large for a ring"),
     # Groups and advantages
     Tag("GRPO/GroupRewardMean", "reward", "mean", "stats", "grpo", "mean reward of a group, mean over the groups of the round"),

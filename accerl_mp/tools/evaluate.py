@@ -39,9 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m accerl_mp.tools.evaluate", description=__doc__, formatter_class=HelpWithDefaults, allow_abbrev=False
     )
-    parser.add_argument(
-        "policies", type=Path, nargs="+", metavar="RUN_OR_MODEL", help="run folder (its newest export), export or model"
-    )
+    parser.add_argument("policies", type=Path, nargs="+", metavar="RUN_OR_MODEL", help="run folder (its newest export), export or model")
     parser.add_argument("--all-exports", action="store_true", help="every export of a run folder, not only the newest")
     games = parser.add_argument_group("what is played")
     games.add_argument("--eval-game-dir", help="folder of games [that of the first run]")

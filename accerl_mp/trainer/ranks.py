@@ -139,5 +139,7 @@ class Ranks:
     def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
-            dist.all_reduce(tensor, op)
+            # Named, not bounded here: if a rank never comes, the supervisor sees which one waits for nobody (--step-timeout-s).
+            with self._health.waiting("all trainer ranks to meet", timeout_s=0):
+                dist.all_reduce(tensor, op)
         return tensor.tolist()

@@ -82,6 +82,15 @@ MESSAGES: dict[str, dict[str, Any]] = {
 }
 """Message: its fields and their types."""
 
+EPISODE_RECORD: dict[str, Any] = {
+    **dict.fromkeys(("episode_id", "group_id", "game_id", "worker", "num_turns", "num_env_steps", "num_invalid"), int),
+    **dict.fromkeys(("num_tokens", "num_trained", "oldest_version", "newest_version"), int),
+    **dict.fromkeys(("won", "lost", "truncated"), bool),
+    **dict.fromkeys(("score", "max_score", "episode_return", "reward", "seconds"), _NUMBER),
+    **dict.fromkeys(("game", "kind"), str),
+}
+"""An episode in `played` and in a metric: its fields and their types."""
+
 OUTCOMES = ("samples", "zero_std", "rejected")
 """Of a played group: samples follow; no signal, so none follow; nothing in it could be trained."""
 
@@ -124,8 +133,19 @@ def pack_ask(worker: int, holding: Sequence[int]) -> bytes:
     return pack("ask", {"op": "ask", "worker": worker, "holding": list(holding)})
 
 
+def check_record(record: Any) -> None:
+    """MessageError unless it is an EPISODE_RECORD."""
+    if not isinstance(record, dict):
+        raise MessageError(f"episode: expected a map, got {type(record).__name__}")
+    _check_fields("episode", record, EPISODE_RECORD)
+
+
 def _check(name: str, message: Mapping[str, Any]) -> None:
-    for field, kind in MESSAGES[name].items():
+    _check_fields(name, message, MESSAGES[name])
+
+
+def _check_fields(name: str, message: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    for field, kind in kinds.items():
         if not isinstance(value := message.get(field, _MISSING), kind):
             expected = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
             raise MessageError(f"{name}.{field}: expected {expected}, got {type(value).__name__}")
@@ -220,7 +240,15 @@ def _metric(data: bytes) -> dict[str, Any]:
     kind = unpack_any(data).get("kind")
     if kind not in ("values", "numbers", "text", "episode", "round"):
         raise MessageError(f"metric of kind {kind!r}")
-    return unpack(kind, data)
+    record = unpack(kind, data)
+    if kind == "episode":
+        check_record(record["episode"])
+    if not isinstance(values := record.get("values", {}), dict):
+        raise MessageError("metric: values are no map")
+    for tag, value in values.items():
+        if not (isinstance(tag, str) and isinstance(value, list) and len(value) == 3 and all(isinstance(part, _NUMBER) for part in value)):
+            raise MessageError(f"metric {tag!r}: expected sum, count and max")
+    return record
 
 
 def _triple(value: Value) -> tuple[float, float, float]:
