@@ -14,7 +14,10 @@ from pathlib import Path
 from accerl_mp.cli import option_of
 from accerl_mp.config import GROUPS, TEXTWORLD, Config, largest_group
 from accerl_mp.games import find_games, list_games, without_json
+from accerl_mp.recovery import resume_dir_of
 
+BEST_NAME = "best"
+"""Folder of the best export, in --checkpoint-dir."""
 _SLOT_BYTES = 4096 + 256
 """What a slot of a ring takes beside its samples' bytes: the last page is rarely full, and a row in three tables."""
 _RING_TABLES_BYTES = 128 << 10
@@ -283,11 +286,19 @@ def _inference(config: Config) -> Iterator[str]:
 
 def _folders(config: Config) -> Iterator[str]:
     run_folder = Path(config.metrics.log_dir)
-    if (run_folder / "args.json").exists():
-        yield f"--log-dir {run_folder} already holds a run: its files would be mixed with the new one's; name another folder"
+    goes_on = config.run.resume == "auto" or (
+        config.run.resume and resume_dir_of(Path(config.run.resume)).parent.resolve() == run_folder.resolve()
+    )
+    if (run_folder / "args.json").exists() and not goes_on:
+        yield (
+            f"--log-dir {run_folder} already holds a run: its files would be mixed with the new one's; "
+            "name another folder, or go on with it: --resume auto"
+        )
     yield from _cannot_be_made("--log-dir", run_folder)
     if config.metrics.save_checkpoint:
         yield from _cannot_be_made("--checkpoint-dir", Path(config.metrics.checkpoint_dir))
+    if config.metrics.save_checkpoint and config.metrics.checkpoint_name == BEST_NAME:
+        yield f"--checkpoint-name {BEST_NAME} is the folder of the best export: the newest would take its place; use another name"
     if config.metrics.checkpoint_every_sync_rounds and not config.metrics.save_checkpoint:
         yield f"--checkpoint-every-sync-rounds {config.metrics.checkpoint_every_sync_rounds} needs --save-checkpoint"
 

@@ -182,6 +182,7 @@ class RunConfig:
     replay_samples: str = flag(
         "", "folder of recorded samples, trained without vLLM and games: torchrun -m accerl_mp.trainer, not launch.sh"
     )
+    resume: str = flag("", "auto: go on from the newest saved state in --log-dir, if there is one; DIR: from the one in that run folder")
     synchronous: bool = flag(False, "generate, train and push in turn: the baseline to measure against")
 
 
@@ -232,7 +233,7 @@ class MetricsConfig:
     metrics_active_timeout_seconds: float = flag(600.0, "a rollout process that ended an episode this recently counts as active", above=0)
     log_dir: str | None = flag(None, "run folder (default: runs/TextWorld_FSDP/<timestamp>)")
     log_level: str = flag("info", "[role=]LEVEL of the log files, several separated by commas")
-    save_checkpoint: bool = flag(False, "export the model in HuggingFace format: at the end, periodically, and on a stop outside of a push")
+    save_checkpoint: bool = flag(False, "export the model in HuggingFace format: at the end, periodically, and on a stop")
     checkpoint_dir: str | None = flag(None, "folder of exports (default: <log-dir>/checkpoints)")
     checkpoint_name: str = flag("latest", 'name of the export, replaced atomically; "": keep step-XXXXXX folders')
     checkpoint_every_sync_rounds: int = flag(0, "rounds between two exports; 0: only the last", at_least=0)
@@ -246,6 +247,11 @@ class MetricsConfig:
         60.0, "a process that lives but stands still this long is started again; a trainer rank so ends the run (0: never)", at_least=0
     )
     step_timeout_s: float = flag(900.0, "a trainer rank may compute this long without a sign; then the run ends (0: no limit)", at_least=0)
+    max_trainer_restarts: int = flag(
+        1, "times that the run starts again from its last saved state after a trainer rank has died", at_least=0
+    )
+    resume_every_rounds: int = flag(10, "rounds between two saved states in <log-dir>/resume; 0: only at the end and on a stop", at_least=0)
+    keep_checkpoints: int = flag(2, "saved states that are kept, the newest", at_least=1)
 
 
 GROUPS: dict[str, type] = {

@@ -42,6 +42,16 @@ class RunPaths:
         """Folder of `--record-samples`."""
         return self.run_dir / "samples"
 
+    @property
+    def resume(self) -> Path:
+        """Folder of the saved states (`recovery.py`)."""
+        return self.run_dir / "resume"
+
+    @property
+    def strikes(self) -> Path:
+        """Which games and groups have failed how often: ingest's note to its successors."""
+        return self.run_dir / "strikes.json"
+
     def log(self, role: str, index: int) -> Path:
         return self.run_dir / "logs" / f"{role}-{index}.log"
 

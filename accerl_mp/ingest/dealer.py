@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 EVAL_BASE = 1 << 40
 """Group and episode ids of evaluations begin here; those of training count up from 0."""
@@ -122,6 +122,16 @@ class Dealer:
         """After a killed ingest: of the last `window` groups, those that are not in `done` are with a rollout, or lost."""
         orphans = {number for number in range(max(0, next_number - window), next_number) if number not in done}
         return cls(schedule, num_workers, next_number=next_number, orphans=orphans)
+
+    def strikes(self) -> dict[str, Any]:
+        """What is held against games and groups, as JSON: it outlives this process and the run."""
+        return {"strikes": sorted([*key, count] for key, count in self._strikes.items()), "set_aside": sorted(self.set_aside)}
+
+    def take_strikes(self, noted: dict[str, Any]) -> None:
+        """Go on with what `strikes` of an earlier ledger gave."""
+        self._strikes = Counter({(kind, number): count for kind, number, count in noted["strikes"]})
+        self.set_aside = set(noted["set_aside"])
+        self.orphans -= {number for number in self.orphans if self.schedule.game_of(number) in self.set_aside}  # never dealt
 
     @property
     def num_train_running(self) -> int:

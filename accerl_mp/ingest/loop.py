@@ -16,7 +16,10 @@ from accerl_mp.ingest.dealer import Dealer, Schedule
 from accerl_mp.ingest.desk import WorkDesk
 from accerl_mp.ingest.evaluation import Evaluation
 from accerl_mp.ingest.inbox import Inbox
+from accerl_mp.ingest.restore import make_rings
 from accerl_mp.ingest.rings import Rings
+from accerl_mp.ingest.strikes import StrikesFile
+from accerl_mp.recovery import Start
 from accerl_mp.samples import count_quarters
 from accerl_mp.timing import Timer
 from accerl_mp.transport import sockets
@@ -48,8 +51,11 @@ class Ingest:
         self._process, self._config, self._board = process, config, process.board
         self._games, self._eval_games = list_games(config), list_eval_games(config)
         self._group_size = 1 if config.algorithm.rl_algorithm == "ppo" else config.algorithm.grpo_group_size or 1
-        self._rings = Rings.open(paths, config, process.health, FlopsEstimate.of_model(Path(config.model.model_path)))
+        self._start, flops = Start.load(paths.resume), FlopsEstimate.of_model(Path(config.model.model_path))
+        make_rings(paths, config, self._start, flops)
+        self._rings = Rings.open(paths, config, process.health, flops)
         self._dealer = self._open_dealer()
+        self._strikes = StrikesFile(paths.strikes, self._dealer, self._start)
         self._admission = Admission(config)
         self._evaluation: Evaluation | None = None
         self._timer, self._report_at, self._reported = Timer(), time.monotonic() + REPORT_S, Counter[str]()
@@ -202,6 +208,7 @@ class Ingest:
         if time.monotonic() < self._report_at and self._version == self._reported_version:
             return
         self._report_at, self._reported_version = time.monotonic() + REPORT_S, self._version
+        self._strikes.save_if_changed()
         values: dict[str, Any] = {f"Time/ingest/{phase}": triple for phase, triple in self._timer.take().items()}
         values["Replay/FillRatio"] = self._rings.fill()
         new = self._new_counts()

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from accerl_mp import checks, cli, log
 from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
+from accerl_mp.launcher.resuming import plan_start, run_folder_of
 from accerl_mp.launcher.sweep import lock, sweep
+from accerl_mp.recovery import Start
 from accerl_mp.topology import RunPaths, gpu_memory_bytes, visible_gpus
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 CONFIG_UNREADABLE = "its config cannot be read"
 """In the problem that launcher/tokenizer.py has with a model folder like that."""
 
-_PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir")
+_PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir", "resume")
 _DEMO_GAMES = Path("runs/demo_games")
 
 
@@ -68,7 +70,8 @@ def _prepare(words: list[str]) -> Config:
     """All problems at once (ConfigError), then the run folder."""
     typed = cli.parse(words, environ=os.environ)
     gpus = visible_gpus()
-    config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"))
+    log_dir = run_folder_of(typed.run.resume) or f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"
+    config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=log_dir))
     paths = RunPaths(Path(config.metrics.log_dir or ""))
     problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config) + _env(config)
     plan = None if problems else _memory_plan(config)
@@ -77,14 +80,16 @@ def _prepare(words: list[str]) -> Config:
         problems += _export_tokenizer(config, Path(folder))
         if not any(CONFIG_UNREADABLE in problem for problem in problems):  # else the model would say the same again
             problems += _model_problems(config)
-        if problems:
+        start, of_resume, warnings = plan_start(config)
+        if problems := problems + of_resume:
             raise ConfigError(problems)
-        for warning in checks.warnings(config, typed) + (plan.warnings() if plan else []):
+        for warning in checks.warnings(config, typed) + warnings + (plan.warnings() if plan else []):
             print(f"launch.sh: warning: {warning}", file=sys.stderr)
         if plan:
             print("\n".join(f"launch.sh: {line}" for line in plan.lines()), file=sys.stderr)
             config = config.replace(kv_cache_gib=config.inference.kv_cache_gib or plan.kv_cache_bytes / 2**30)
-        _make_run_folder(paths, config, words)
+        _make_run_folder(paths, config, words, start)
+        shutil.rmtree(paths.tokenizer, ignore_errors=True)
         shutil.copytree(folder, paths.tokenizer)
     return config
 
@@ -92,7 +97,8 @@ def _prepare(words: list[str]) -> Config:
 def _absolute(config: Config) -> Config:
     """Any process can then be started by hand, from any directory."""
     values = config.to_flat()
-    return config.replace(**{name: str(Path(values[name]).resolve()) for name in _PATH_FIELDS if values[name]})
+    paths = {name: values[name] for name in _PATH_FIELDS if values[name] and values[name] != "auto"}  # --resume auto is none
+    return config.replace(**{name: str(Path(path).resolve()) for name, path in paths.items()})
 
 
 def _log_level(config: Config) -> list[str]:
@@ -159,7 +165,8 @@ def _memory_plan(config: Config) -> "MemoryPlan | None":
         return None  # `_model_problems` says what it is
 
 
-def _make_run_folder(paths: RunPaths, config: Config, words: list[str]) -> None:
+def _make_run_folder(paths: RunPaths, config: Config, words: list[str], start: Start) -> None:
+    """New, or what a run that goes on has already: its logs, metrics and events are appended to."""
     paths.run_dir.mkdir(parents=True, exist_ok=True)
     held = lock(paths)
     if held is None:
@@ -168,9 +175,11 @@ def _make_run_folder(paths: RunPaths, config: Config, words: list[str]) -> None:
         sweep(paths)
         paths.stop.unlink(missing_ok=True)
         (paths.run_dir / "logs").mkdir(exist_ok=True)
-        (paths.run_dir / "command.txt").write_text(shlex.join(["bash", "launch.sh", *words]) + "\n")
+        with (paths.run_dir / "command.txt").open("a") as file:
+            file.write(shlex.join(["bash", "launch.sh", *words]) + "\n")
         (paths.run_dir / "versions.json").write_text(json.dumps(_stack(), indent=2) + "\n")
         config.save(paths.args)
+        start.save(paths.resume)
 
 
 def _stack() -> dict[str, str]:

@@ -19,7 +19,7 @@ def iter_weights(model: nn.Module, *, trainable_only: bool, dtype: torch.dtype |
     Collective where the model is sharded: every rank iterates to the end, at the same place in its program. `trainable_only`
     leaves out what doesn't train, buffers too.
     """
-    for name, tensor in _sources(model, trainable_only):
+    for name, tensor in named_tensors(model, trainable_only):
         tensor = tensor.detach()
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)  # before the gathering: half the bytes with bfloat16
@@ -30,7 +30,7 @@ def iter_weights(model: nn.Module, *, trainable_only: bool, dtype: torch.dtype |
 def manifest(model: nn.Module, *, trainable_only: bool, dtype: torch.dtype | None) -> list[tuple[str, tuple[int, ...], str]]:
     """(checkpoint name, shape, dtype such as "bfloat16") of what `iter_weights` gives, in its order, without communication."""
     entries = []
-    for name, tensor in _sources(model, trainable_only):
+    for name, tensor in named_tensors(model, trainable_only):
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         shadow = torch.empty(tuple(tensor.shape), dtype=target, device="meta")
         for checkpoint_name, part in _checkpoint_form(model, name, shadow):
@@ -52,7 +52,8 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _sources(model: nn.Module, trainable_only: bool) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(model: nn.Module, trainable_only: bool) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then persistent buffers, as they are: a rank's own shards."""
     for name, parameter in model.named_parameters():  # a tied one once
         if parameter.requires_grad or not trainable_only:
             yield _plain(name), parameter

@@ -175,6 +175,10 @@ _ROWS: tuple[Tag, ...] = (
     Tag("Sync/PushSeconds", "s", "mean", "trainer/0", "always", "a whole push, most of which overlaps generation"),
     Tag("Sync/PushMiB", "MiB", "mean", "trainer/0", "event", "weights of a push"),
     Tag("Sync/VerifiedPushes", "pushes", "sum", "trainer/0", "event", "pushes checked by --verify-sync, and right"),
+    # The run
+    Tag(
+        "Run/TrainerRestarts", "restarts", "last", "trainer/0", "event", "times that the run was started again because a trainer rank died"
+    ),
     # The metrics themselves
     Tag("Stats/DroppedRecords", "records", "sum", "every role", "event", "records that senders dropped: stats was slow or away"),
     Tag("Stats/NonFinite", "tags", "last", "stats", "event", "tags that were NaN or infinite in the round (left out of metrics.jsonl)"),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accerl_mp.config import Config
-from accerl_mp.transport.errors import Closed, PeerLost
+from accerl_mp.transport.errors import Closed, DeadlineExpired, PeerLost
 from accerl_mp.transport.health import Health, Wait
 
 FIRST_SLEEP_S = 0.0005
@@ -55,8 +55,6 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, device: torch.device, health: Health) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.agreed_to_stop = False
-        """All ranks raised Closed at the same place: a collective is still possible."""
         self._health = health
 
     @classmethod
@@ -104,15 +102,17 @@ class Ranks:
         waits for      each rank's own condition, polled outside of any collective; a rank that isn't ready says so every PACE_S
         unblocked by   the last rank that becomes ready; or `gives_way()` on any rank: all return None, for something collective
                        that is to be done first
-        at the end     all ranks raise Closed at this same place, whichever was asked to stop
+        at the end     all ranks raise Closed at this same place, whichever was asked to stop; at a deadline likewise DeadlineExpired
         a dead peer    PeerLost (a process of the run has failed), or gloo's error if a rank died
         """
         with self._health.waiting(what, timeout_s=timeout_s, flag=flag) as wait:
             while True:
-                is_stopping, ready = self._poll(is_ready, wait, longest_sleep_s)
-                num_stopping, num_ready, num_leaving, *totals = self.sums([is_stopping, ready, gives_way(), *share()])
+                is_stopping, ready, expired = self._poll(is_ready, wait, longest_sleep_s)
+                flags = [is_stopping, ready, gives_way(), expired is not None]
+                num_stopping, num_ready, num_leaving, num_expired, *totals = self.sums([*flags, *share()])
+                if num_expired:  # together, so that what follows can be done together: the last state
+                    raise expired or DeadlineExpired(self._health.name, "another rank, whose own wait expired", wait.waited_s, flag)
                 if num_stopping:
-                    self.agreed_to_stop = True
                     self._health.check()  # PeerLost, where that is the reason
                     raise Closed("another trainer rank was asked to stop")
                 if num_ready == self.size:
@@ -120,19 +120,21 @@ class Ranks:
                 if num_leaving:
                     return None
 
-    def _poll(self, is_ready: Callable[[], bool], wait: Wait, longest_sleep_s: float) -> tuple[bool, bool]:
-        """(asked to stop, ready), after PACE_S at the latest."""
+    def _poll(self, is_ready: Callable[[], bool], wait: Wait, longest_sleep_s: float) -> tuple[bool, bool, DeadlineExpired | None]:
+        """(asked to stop, ready, deadline), after PACE_S at the latest."""
         until = time.monotonic() + PACE_S
         sleep_s = FIRST_SLEEP_S
         while True:
             if is_ready():
-                return self._health.should_stop, True
+                return self._health.should_stop, True, None
             try:
                 wait.check()
             except (Closed, PeerLost):
-                return True, False  # raised once all ranks know, or the others would hang
+                return True, False, None  # raised once all ranks know, or the others would hang
+            except DeadlineExpired as expired:
+                return False, False, expired
             if time.monotonic() >= until:
-                return False, False
+                return False, False, None
             time.sleep(min(sleep_s, longest_sleep_s, max(0.0, until - time.monotonic())))
             sleep_s *= 1.5
 

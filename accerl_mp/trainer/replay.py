@@ -4,10 +4,13 @@ A step's samples are copied out of the ring before the step starts; the ring's s
 agreed that it does.
 """
 
+import json
 import logging
 import math
 import time
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +18,7 @@ from accerl_mp.algorithms.packing import choose_packs
 from accerl_mp.config import Config, largest_group, sample_bytes_bound
 from accerl_mp.samples import RLSample, SampleError
 from accerl_mp.transport.ring import ReadySample, RingReader
+from accerl_mp.transport.saved_ring import RingCut, cut_ring
 
 _log = logging.getLogger(__name__)
 
@@ -103,6 +107,37 @@ class Replay:
         """Release whatever is in the ring, untrained: training is over, and a full ring would keep rollouts from the last evaluation."""
         for record in self._ring.ready():
             self._ring.release(record, "left")
+
+    def cut(self) -> RingCut:
+        """The ring's content at this moment, for a saved state."""
+        return cut_ring(self._ring)
+
+    def state(self, taken: StepSamples | None) -> dict[str, Any]:
+        """Of the random order, and of `taken`, which was chosen and not committed: what `restore` needs beside the ring."""
+        records = self._ring.ready()
+        place = {record.sequence: index for index, record in enumerate(records)}
+        chosen = [record.sequence for record in taken.records] if taken else []
+        is_there = all(sequence in place for sequence in chosen)
+        return {
+            "random": json.dumps(self._random.bit_generator.state),
+            "group_ids": [record.group_id for record in records],
+            "chosen": [place[sequence] for sequence in chosen] if is_there else [],
+            "batch_sizes": [len(batch) for batch in taken.micro_batches] if taken and is_there else [],
+        }
+
+    def restore(self, state: dict[str, Any], *, has_started: bool) -> StepSamples | None:
+        """Go on as the Replay that gave `state` would; returns what it had chosen, if the ring begins as that one's did."""
+        self._random.bit_generator.state = json.loads(state["random"])
+        self._has_started = has_started
+        records = self._ring.ready()[: len(state["group_ids"])]
+        if not state["chosen"] or [record.group_id for record in records] != state["group_ids"]:
+            return None
+        chosen = [records[index] for index in state["chosen"]]
+        samples = [self._read(record) for record in chosen]
+        if any(sample is None for sample in samples):
+            return None
+        in_order = iter(samples)
+        return StepSamples([list(islice(in_order, size)) for size in state["batch_sizes"]], chosen)  # type: ignore[misc]
 
     def take_counts(self) -> ReplayCounts:
         counts, self._counts = self._counts, ReplayCounts()

@@ -111,7 +111,7 @@ class Stepper:
         reshard(model)  # after a forward without backward `parameters()` would give the whole ones
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(model, config, ranks.device)
-        self._bad_in_a_row = 0
+        self.num_bad_in_a_row = 0
 
     def run(self, micro_batches: list[list[RLSample]], totals: LocalTotals, *, step: int, version: int) -> StepResult:
         """Train on this rank's samples. `totals` are those of all ranks; `version` is that of the trainer's weights.
@@ -220,12 +220,12 @@ class Stepper:
         return grad_norm, is_bad
 
     def _note_bad(self, is_bad: bool, loss: float, grad_norm: float) -> None:
-        self._bad_in_a_row = self._bad_in_a_row + 1 if is_bad else 0
+        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if is_bad else 0
         if not is_bad:
             return
         limit = self._config.optimizer.max_bad_steps
-        _log.warning("optimizer step skipped: loss %s, gradient norm %s (%d in a row)", loss, grad_norm, self._bad_in_a_row)
-        if self._bad_in_a_row >= limit > 0:
+        _log.warning("optimizer step skipped: loss %s, gradient norm %s (%d in a row)", loss, grad_norm, self.num_bad_in_a_row)
+        if self.num_bad_in_a_row >= limit > 0:
             raise BadStepsError(f"{limit} optimizer steps in a row had a non-finite loss or gradient (--max-bad-steps {limit})")
 
     def _learning_rate(self, step: int) -> float:

@@ -51,6 +51,21 @@ class RingWriter(RingView):
         self._commit(samples[0].group_id, first + len(samples) - 1, counts)
         return True
 
+    def restore_group(self, samples: Sequence[RLSample], *, uses: Sequence[int], versions: Sequence[tuple[int, int]], size: int) -> bool:
+        """Put what a saved state holds of a group: use counts, (oldest, newest) version that lag is counted by, samples that it had.
+
+        Only while nobody reads the ring: the use counts are the reader's words. False: no room, nothing changed.
+        """
+        if not self.try_put_group(samples):
+            return False
+        rows = self.memory.slots
+        for offset, sequence in enumerate(range(self._next_sequence - len(samples), self._next_sequence)):
+            slot = int(np.flatnonzero(rows[:, at.SEQUENCE] == sequence)[0])
+            rows[slot, at.GROUP_SIZE] = size
+            rows[slot, [at.OLDEST, at.NEWEST]] = versions[offset]
+            self.memory.marks[slot, at.USED] = sequence << at.USE_BITS | min(uses[offset], at.MAX_USES)
+        return True
+
     def remember_group(self, group_id: int, end: str = "") -> None:
         """Note a group that leaves no samples, so that it is not taken again either. `end`: one of ENDS; empty: not counted."""
         if not self.has_group(group_id):

@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from accerl_mp.transport.errors import DeadlineExpired
+from accerl_mp.transport.errors import Closed, DeadlineExpired, PeerLost
 from accerl_mp.transport.health import Health
 from accerl_mp.weight_sync.group import WeightGroup
 from accerl_mp.weight_sync.layout import align
@@ -89,8 +89,8 @@ class Outbox:
                         return self._free.get(timeout=0.02)
                     except queue.Empty:
                         wait.check()
-        except DeadlineExpired as expired:
-            self.error = expired
+        except (DeadlineExpired, Closed, PeerLost) as end:  # raised by whoever finishes the push, once all ranks have gathered
+            self.error = end
         return None
 
     def _send_all(self) -> None:

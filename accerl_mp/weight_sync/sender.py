@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from accerl_mp.models.names import iter_weights, manifest
-from accerl_mp.transport.errors import DeadlineExpired
+from accerl_mp.transport.errors import Closed, DeadlineExpired
 from accerl_mp.transport.process import Process
 from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, join_group, open_store
 from accerl_mp.weight_sync.layout import Slot, checksum, plan_layout
@@ -32,8 +32,11 @@ PROBE_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Largest mean |logprob difference| between trainer and vLLM over the probe: kernels alone stay far below, wrong weights give nats."""
 
 _FLAG, _START_FLAG = "--sync-timeout-s", "--inference-start-timeout-s"
-_FAILED, _DONE, _DONE_ANEW, _AGAIN = 0, 1, 2, 3
-"""What rank 0 tells the others. _DONE_ANEW: there is a new group, which needs all weights. _AGAIN: the push broke and begins again."""
+_FAILED, _DONE, _DONE_ANEW, _AGAIN, _CLOSED = 0, 1, 2, 3, 4
+"""What rank 0 tells the others. _DONE_ANEW: there is a new group, which needs all weights. _AGAIN: the push broke and begins again.
+_CLOSED: the run ends."""
+_STOP_GRACE_S = 10.0
+"""When the run ends, ranks leave a push together, at rank 0's word; this long they wait for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -299,23 +302,31 @@ class WeightSync:
         """Rank 0 does `work` and tells the others how it went: all return (False: the push broke and begins again) or all raise.
 
         waits for      on other ranks: rank 0, longer than rank 0 may take itself; `is_start`: inference may have to start first
+        at the end     all raise Closed here, so that what they do next they still do together
         """
-        verdict, error = _FAILED, None
-        if self._rank == 0:
-            try:
-                verdict = work()
-            except (SyncError, DeadlineExpired) as failure:
-                verdict, error = self._judge(failure)
+        verdict, error = self._attempt(work) if self._rank == 0 else (_FAILED, None)
         if self._world_size > 1:
             limit_s = 5 * self._sync.sync_timeout_s + (self._back_s if is_start else 0.0)
             verdict = self._tell(verdict, what, limit_s, _START_FLAG if is_start else _FLAG)
         if error is not None:
             raise error
+        if verdict == _CLOSED:
+            raise Closed("trainer/0 was asked to stop in a push")
         if verdict == _FAILED:
             raise SyncError(f"trainer/0 could not {what}; its log says why")
         if verdict == _DONE_ANEW:
             self._num_pushes = 0
         return verdict != _AGAIN
+
+    def _attempt(self, work: Callable[[], int]) -> tuple[int, Exception | None]:
+        """(verdict, what rank 0 itself is to raise)."""
+        try:
+            try:
+                return work(), None
+            except (SyncError, DeadlineExpired) as failure:
+                return self._judge(failure)
+        except Closed as end:
+            return _CLOSED, end
 
     def _judge(self, failure: Exception) -> tuple[int, Exception | None]:
         """(_AGAIN, None) if a new group may mend it; then the next `_begin` forms one. May wait some seconds (`Patience.allows`)."""
@@ -330,9 +341,15 @@ class WeightSync:
         """Rank 0's verdict, on every rank."""
         word = torch.tensor([verdict], device=self._device)
         work = dist.broadcast(word, src=0, async_op=True)
+        leave_at = float("inf")
         with self._process.health.waiting(f"trainer/0 to {what}", limit_s, flag) as wait:
             while not work.is_completed():
-                wait.check()
+                try:
+                    wait.check()
+                except Closed:  # rank 0 leaves too, and says so
+                    leave_at = min(leave_at, time.monotonic() + _STOP_GRACE_S)
+                    if time.monotonic() > leave_at:
+                        raise
                 time.sleep(0.001)
         work.wait()
         return int(word.item())
