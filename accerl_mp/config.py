@@ -219,6 +219,15 @@ class SyncConfig:
         "episode", "KV is shared by episodes that began under one version, or only under the same version"
     )
     kv_on_sync: Literal["keep", "recompute"] = flag("keep", "KV of requests in flight when weights change")
+    sync_staging: Literal["on", "off"] = flag(
+        "on", "on: weights arrive beside the model while vLLM generates; off: straight into it, generation stands (tight memory)"
+    )
+    sync_swap: Literal["auto", "layerwise", "plain", "captured"] = flag(
+        "auto", "how staging becomes the model's weights; auto: the fastest that gives the same bytes as layerwise (--sync-staging on)"
+    )
+    sync_pause: Literal["auto", "on", "off"] = flag(
+        "auto", "pause vLLM for the swap; auto: only where the cache is cleared, requests are drained or staging is off"
+    )
     sync_bucket_mb: int = flag(256, "MiB of one message of a push", at_least=1)
     sync_timeout_s: float = flag(300.0, "a push may take this long", above=0)
     verify_sync: int = flag(50, "check the first push and then every N-th (checksums and a logprob probe); 0: never", at_least=0)

@@ -1,5 +1,6 @@
 """Pushes: bytes, groups, what vLLM computes with afterwards, versions under load, planted faults, dead peers."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -39,8 +40,9 @@ from accerl_mp.transport.health import Health
 from accerl_mp.transport.process import exit_now
 from accerl_mp.weight_sync import patience, sender
 from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, join_group, open_store
-from accerl_mp.weight_sync.layout import checksum, iter_messages, plan_layout
-from accerl_mp.weight_sync.outbox import Outbox
+from accerl_mp.weight_sync.incoming import Staging
+from accerl_mp.weight_sync.layout import checksum, find_runs, iter_messages, plan_layout
+from accerl_mp.weight_sync.outbox import Outbox, make_buffers
 from accerl_mp.weight_sync.protocol import GroupBroken, SyncError, WrongWeights
 from accerl_mp.weight_sync.sender import WeightSync
 
@@ -65,7 +67,10 @@ def _two_ranks(timeout_s: float) -> tuple[WeightGroup, WeightGroup]:
 
 
 def _outbox(group: WeightGroup, total_bytes: int, bucket_bytes: int, timeout_s: float = 10.0) -> Outbox:
-    return Outbox(group, total_bytes, bucket_bytes=bucket_bytes, device=CPU, health=Health.detached(), timeout_s=timeout_s)
+    """Of one tensor of `total_bytes`."""
+    slots, _ = plan_layout([("tensor", (total_bytes,), "uint8")])
+    messages = itertools.islice(iter_messages(slots, [(0, 1)], bucket_bytes), 10_000)
+    return Outbox(group, messages, make_buffers(bucket_bytes, CPU), health=Health.detached(), timeout_s=timeout_s)
 
 
 def test_checksum_sees_any_flipped_bit_and_any_swap() -> None:
@@ -81,22 +86,39 @@ def test_checksum_sees_any_flipped_bit_and_any_swap() -> None:
     assert checksum(torch.ones(3, dtype=torch.bfloat16)) == checksum(torch.ones(3, dtype=torch.bfloat16).clone())
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("chosen", [[0, 1, 2, 3, 4], [1, 2], [0, 3, 4]])
 @pytest.mark.parametrize("bucket_bytes", [16, 48, 1 << 20])
-def test_tensors_of_odd_sizes_arrive_as_they_were(bucket_bytes: int) -> None:
+def test_tensors_of_odd_sizes_arrive_as_they_were(bucket_bytes: int, chosen: list[int], is_whole: bool) -> None:
+    """Each in its place of the one layout (or, without whole staging, in memory of its own), and the others stay as they are."""
     tensors = [torch.randn(7), torch.ones(1, dtype=torch.bfloat16), torch.randn(3, 5), torch.zeros(0), torch.arange(9)]
-    slots, total_bytes = plan_layout((str(i), tuple(t.shape), str(t.dtype)[6:]) for i, t in enumerate(tensors))
+    entries: Any = [(str(index), tuple(tensor.shape), str(tensor.dtype)[6:]) for index, tensor in enumerate(tensors)]
+    staging = Staging(entries, bucket_bytes, is_whole=is_whole, device=CPU)
     front, back = _two_ranks(10)
-    staging = torch.empty(total_bytes, dtype=torch.uint8)
-    receiver = threading.Thread(target=lambda: [back.receive(staging[m]) for m in iter_messages(total_bytes, bucket_bytes)])
+    runs, came = find_runs(chosen), dict[str, torch.Tensor]()
+
+    def receive() -> None:
+        if is_whole:
+            staging.receive(back, runs)
+        else:
+            came.update({slot.name: tensor for slot, tensor in staging.receive_each(back, runs)})
+
+    receiver = threading.Thread(target=receive)
     receiver.start()
-    outbox = _outbox(front, total_bytes, bucket_bytes)
-    for tensor in tensors:
-        outbox.put(tensor.flatten().view(torch.uint8))
+    messages = iter_messages(staging.slots, runs, bucket_bytes)
+    outbox = Outbox(front, messages, make_buffers(bucket_bytes, CPU), health=Health.detached(), timeout_s=10.0)
+    for index in chosen:
+        outbox.put(tensors[index].flatten().view(torch.uint8))
     outbox.finish()
     receiver.join(10)
     wait_until(lambda: outbox.is_done)
-    for slot, tensor in zip(slots, tensors, strict=True):
-        assert torch.equal(slot.view(staging), tensor)
+    came = dict(staging.weights) if is_whole else came
+    assert list(came) == [str(index) for index in (range(5) if is_whole else chosen)]
+    for index, tensor in enumerate(tensors):
+        if index in chosen:
+            assert torch.equal(came[str(index)], tensor)
+        elif is_whole:
+            assert not came[str(index)].any()
 
 
 def test_a_peer_that_does_not_receive_ends_the_push_and_not_the_gathering() -> None:

@@ -7,8 +7,9 @@ the main thread: its processes die with the thread that started them.
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,7 @@ class Engine:
         self._stop_ids = stop_ids
         self.num_workers = num_workers
         self.max_model_len = max_model_len
+        self._outputs = OutputOrder(llm)
         self._vocab_size = llm.model_config.get_vocab_size()
 
     @classmethod
@@ -129,22 +131,29 @@ class Engine:
         await self._llm.engine_core.resume_scheduler_async()
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """An RPC of weight_sync/receiver.py on every worker, between two steps of the engine."""
-        return await self._llm.collective_rpc(method, args=args)
+        """An RPC of weight_sync/receiver.py on every worker, between two steps of the engine. EngineError if one fails there."""
+        # vLLM raises a plain Exception, whatever it was there.
+        (answer,) = await asyncio.gather(self._llm.collective_rpc(method, args=args), return_exceptions=True)
+        if isinstance(answer, asyncio.CancelledError):
+            raise answer
+        if isinstance(answer, BaseException):
+            raise EngineError(f"{method} failed in a worker: {answer}") from answer
+        return answer
 
-    async def flush(self) -> None:
-        """Return when everything that the engine had sent before this call has reached its request.
+    @contextlib.asynccontextmanager
+    async def swapped(self, version: int) -> AsyncIterator[tuple[list[dict[str, Any]], dict[str, int]]]:
+        """Swap the weights between two steps. Gives (each worker's report, {our key: its output tokens at that moment}).
 
-        Outputs and answers share one socket: what came before an answer is in the queue by now, but perhaps not yet taken out.
+        Inside the block every output that was made before the swap has reached its request and none that was made after it,
+        whether generation goes on or not. So what the worker does not know of has either not begun, or was put back by the
+        scheduler: then what has arrived is what there is.
         """
-        if self._llm.output_handler is None:
-            return  # it starts with the first request
-        queue = self._llm.engine_core.outputs_queue
-        # The output handler, the only reader, waits for the queue only after it has dealt with all it took.
-        while not self.is_dead and (queue.qsize() or not queue._getters):
-            await asyncio.sleep(0)
-        # The tasks that it woke stand ahead of this one in the loop: let them take their outputs.
-        await asyncio.sleep(0)
+        with self._outputs.held():
+            reports = await self.call_workers("sync_swap", version)
+            counts = (await self.call_workers("sync_counts"))[0]
+            await self._outputs.let_through(until=min(report["time"] for report in reports))
+            arrived = {key: state.detokenizer.num_output_tokens() for key, state in self._llm.output_processor.request_states.items()}
+            yield reports, {self.key_of(key): count for key, count in (arrived | counts).items()}
 
     @staticmethod
     def key_of(internal_id: str) -> str:
@@ -172,6 +181,60 @@ class Engine:
             raise EngineError(f"a prompt of {len(ids)} tokens: vLLM takes 1 to {self.max_model_len - 1} (--vllm-max-model-len)")
         if not 0 <= min(ids) <= max(ids) < self._vocab_size:
             raise EngineError(f"token ids must be below {self._vocab_size} and not negative, got {min(ids)} to {max(ids)}")
+
+
+class OutputOrder:
+    """Puts what the engine's loop sends on one side or the other of a moment: outputs carry the time at which they were made.
+
+    Sits between vLLM's queue of outputs and the task that hands them to their requests.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._queue = llm.engine_core.outputs_queue
+        self._take = llm.engine_core.get_output_async
+        self._limit = math.inf
+        """Outputs that were made later wait."""
+        self._moved = asyncio.Event()
+        self._is_blocked = False
+        llm.engine_core.get_output_async = self._get
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No output passes inside the block, but for those of `let_through`."""
+        self._move(-math.inf)
+        try:
+            yield
+        finally:
+            self._move(math.inf)
+
+    async def let_through(self, until: float) -> None:
+        """Return when every output made up to `until` (time.monotonic) has reached its request.
+
+        Outputs and answers of calls share one socket: after a call that was made later than `until`, they are all in the queue.
+        """
+        self._move(until)
+        if self._llm.output_handler is None:
+            return  # it starts with the first request
+        # The output handler, the only reader, waits for the queue only after it has dealt with all it took.
+        while not self._llm.errored and not self._is_blocked and (self._queue.qsize() or not self._queue._getters):
+            await asyncio.sleep(0)
+        # The tasks that it woke stand ahead of this one in the loop: let them take their outputs.
+        await asyncio.sleep(0)
+
+    async def _get(self) -> Any:
+        outputs = await self._take()
+        while outputs.timestamp > self._limit:
+            self._is_blocked = True
+            await self._moved.wait()
+        self._is_blocked = False
+        return outputs
+
+    def _move(self, limit: float) -> None:
+        self._limit = limit
+        self._is_blocked = False  # until it has looked at the new limit
+        self._moved.set()
+        self._moved = asyncio.Event()
 
 
 @contextlib.contextmanager

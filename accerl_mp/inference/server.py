@@ -32,7 +32,7 @@ class InferenceServer:
         self._process, self._engine = process, engine
         self._front = RequestFront(engine, run_id=process.paths.run_id, salt_scope=sync.prefix_cache_scope)
         session = f"{process.name} {time.time_ns()}"
-        self._control = PushControl(engine, self._front, session=session, sync_mode=sync.sync_mode, kv_on_sync=sync.kv_on_sync)
+        self._control = PushControl(engine, self._front, session=session, sync=sync)
         self._answering: set[asyncio.Task] = set()
         self._broken: BaseException | None = None
 

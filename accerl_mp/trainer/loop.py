@@ -80,6 +80,7 @@ class Trainer:
             world_size=ranks.size,
             dtype=self._dtype,
             forced_logprobs=lambda ids: forced_logprobs(self._model, ids, ranks.device),
+            on_use=lambda version: process.board.set("policy_version", version),
         )
         stack.callback(self._sync.close)
         self._start = Start.load(process.paths.resume)
@@ -213,6 +214,7 @@ class Trainer:
             self._run_step()
         if self._round == 0:
             self._wait_for_evaluation()  # the one before training: of the weights that training starts from
+        self._finish_push()  # of the round before
         self._round += 1
         self._start_push()
         if self._config.run.synchronous:
@@ -224,10 +226,11 @@ class Trainer:
             self._save()
 
     def _run_step(self) -> None:
-        """One optimizer step: fetch, finish the push that is on its way, agree, train."""
+        """One optimizer step: fetch, agree, train. A push that is on its way goes on meanwhile, unless it is to be verified."""
         self._process.health.tick()
         self._has_samples()  # beside the push's sending
-        self._finish_push()
+        if self._sync.is_to_be_verified:
+            self._finish_push()
         with self._timer.phase("wait"):
             totals = self._wait_for_samples()
         taken, self._next = self._next, None
@@ -263,9 +266,16 @@ class Trainer:
 
         waits for      `is_ready` on all ranks, from the start again after such a push
         """
-        while (numbers := self._ranks.wait_until(is_ready, gives_way=self._sync.has_new_replica, **options)) is None:
-            self._push_again()
+        while (numbers := self._ranks.wait_until(is_ready, gives_way=self._wants_all, **options)) is None:
+            if self._is_pushing:
+                self._finish_push()
+            else:
+                self._push_again()
         return numbers
+
+    def _wants_all(self) -> bool:
+        """Rank 0, not collective: all ranks have something to do for vLLM."""
+        return self._sync.has_ended() if self._is_pushing else self._sync.has_new_replica()
 
     def _has_samples(self) -> bool:
         """Not collective."""
