@@ -15,7 +15,7 @@ What differs between vLLM 0.24 and 0.32, all of it (the rest of this project kno
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
