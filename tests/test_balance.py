@@ -16,6 +16,7 @@ import pytest
 from sample_factory import make_sample
 from trainer_cases import config_for
 
+from accerl_mp.algorithms.packing import plan_packs
 from accerl_mp.ingest.balance import FlopsEstimate, RankLoad, order_by_count, order_ranks
 from accerl_mp.ingest.rings import Rings
 from accerl_mp.samples import RLSample
@@ -103,6 +104,14 @@ def test_packs_are_full_and_ranks_have_like_loads(mix: str, budget: int, make_ra
         assert _ratio([sum(map(sum, rank)) for rank in step]) <= 1.03
     flops = [_ratio([ranks.flops.of(np.concatenate(rank)) for rank in step]) for step in steps]
     assert np.mean(flops) <= 1.05
+
+
+@pytest.mark.parametrize(("mix", "budget"), [("6 turns", 4096), ("6 turns", 8192), ("16 turns", 8192), ("16 turns", 16384)])
+def test_a_plan_leaves_room_in_its_emptiest_pack_alone(mix: str, budget: int) -> None:
+    lengths = [length for group in LENGTHS[mix] for length in group]
+    packs = plan_packs(lengths, token_budget=budget, max_samples=64)
+    used = sorted(sum(lengths[index] for index in pack) for pack in packs)
+    assert np.mean(used[1:]) >= 0.97 * budget
 
 
 def _load(rank: int, lengths: list[int], estimate: FlopsEstimate, *, missing: int = 0, given: float = 0.0) -> RankLoad:

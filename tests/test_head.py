@@ -11,9 +11,10 @@ import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainer_cases import CPU, LAYOUTS, config_for, made_sample, made_samples
+from trainer_cases import CPU, LAYOUTS, config_for, made_sample, made_samples, single_rank
 
-from accerl_mp.models.build import load_model
+from accerl_mp.models.build import load_model, load_weights
+from accerl_mp.models.fsdp import set_last_micro_batch, shard
 from accerl_mp.trainer import head
 from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
 from accerl_mp.trainer.forward import micro_batch_forward
@@ -142,3 +143,30 @@ def test_a_head_that_is_more_than_a_matrix_stays_whole(scaling: torch.nn.Module,
     logits = scaling(input_ids=batch.input_ids, position_ids=batch.position_ids, segment_lengths=batch.lengths).logits[0]
     expected = logits.log_softmax(-1)[batch.prediction_indices, batch.targets]
     torch.testing.assert_close(micro_batch_forward(scaling, batch, config).logprobs, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("unsharded", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_chunks_are_computed_again_from_sharded_weights(unsharded: bool, dtype: str, tmp_path: Path) -> None:
+    """Under FSDP2, which frees the head's whole weight between forward and backward unless `unsharded`; over two micro-batches.
+
+    In bfloat16 a chunk's part of the weight's gradient is rounded before it is added: 2 % of the largest entry.
+    """
+    tiny.save_tiny(tmp_path, tied=True)
+    config = config_for(tmp_path, dtype=dtype)
+    batches = [build_micro_batch(made_samples(4, seed=seed), packed=True, version=0, algorithm="grpo") for seed in range(2)]
+    ranks, gradients = single_rank(), []
+    for chunk_rows in (7, 10_000):
+        model = load_model(config, CPU, meta=True)
+        shard(model, compute_dtype=getattr(torch, dtype), device=CPU, unsharded=unsharded)
+        load_weights(model, tmp_path, CPU)
+        assert head.chunk_head(model, CPU, chunk_rows=chunk_rows)
+        for index, batch in enumerate(batches):
+            set_last_micro_batch(model, index == 1, unsharded=unsharded)
+            micro_batch_forward(model, batch, config).logprobs.mean().backward()
+        gradients.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+    ranks.leave()
+    chunked, whole = gradients
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for name, grad in whole.items():
+        assert float((chunked[name] - grad).abs().max()) <= tolerance * float(grad.abs().max()), name

@@ -70,11 +70,16 @@ def test_samples_are_given_back_only_when_the_step_starts(make_rig: Any) -> None
 
 
 def test_a_group_whose_oldest_token_is_too_old_goes_as_a_whole(make_rig: Any) -> None:
-    rig = make_rig(max_policy_lag=2)
-    rig.put(version=1)
+    """Here for the first token of its second episode alone."""
+    rig, rng = make_rig(max_policy_lag=2), np.random.default_rng(1)
+    group = [made_sample(rng, group_id=9, episode_id=index) for index in range(4)]
+    for sample in group:
+        sample.output_versions[:] = 4
+    group[1].output_versions[0] = 1
+    rig.writer.try_put_group(group)
     rig.put(version=3)
     rig.put(version=4)
-    assert {group for group, _ in rig.train(version=4)} == {2, 3}
+    assert {group for group, _ in rig.train(version=4)} == {1, 2}
     counts = rig.replay.take_counts()
     assert (len(counts.expired_lengths), counts.consumed) == (4, 8)
     assert sorted(counts.lags_oldest) == [0] * 4 + [1] * 4
