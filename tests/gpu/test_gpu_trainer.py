@@ -1,5 +1,6 @@
 """The trainer's step on GPUs: compiled or not, by any attention, on one rank or two, it is the step of the CPU in float32."""
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from accerl_mp.trainer.sharded import build_sharded
 from accerl_mp.transport.health import Health
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+needs_flash_attn = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 64, "vocab_size": 1504}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ON_GPU = {"dtype": "bfloat16", "placement": "dedicated", "attn_implementation": "varlen", "compile": "on"}
@@ -84,6 +86,7 @@ def _trained_on_cpu(folder: Path) -> dict[str, Any]:
         {},
         {"compile": "off"},
         {"attn_implementation": "sdpa", "compile": "off"},
+        pytest.param({"attn_implementation": "flash_attention_2"}, marks=needs_flash_attn),
         {"gradient_checkpointing": True},
         {"train_logprob_mode": "full_logits_ce"},
         {"train_packing": "padded", "train_logprob_mode": "full_logits_ce"},
