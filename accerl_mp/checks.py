@@ -350,6 +350,8 @@ def _warnings(config: Config, typed: Config) -> Iterator[str]:
     if config.games.tw_game_limit and len(games) < config.games.tw_game_limit:
         yield f"--tw-game-limit {config.games.tw_game_limit}: only {len(games)} games are there"
     yield from _without_effect(config, typed)
+    if (config.model.compile, config.model.attn_implementation, config.batch.train_packing) == ("on", "sdpa", "varlen"):
+        yield "--compile on with --attn-implementation sdpa compiles for each number of samples in a pack, eight times at most: use varlen"
     if config.inference.infer_temperature != 1.0:
         yield f"--infer-temperature {config.inference.infer_temperature}: the trainer divides its logits by the same temperature"
 

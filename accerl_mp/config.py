@@ -48,7 +48,7 @@ class ModelConfig:
     attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = flag(
         "auto", "trainer attention; auto: torch varlen on GPU, SDPA per segment on CPU"
     )
-    compile: Literal["auto", "on", "off"] = flag("auto", "compile each decoder layer; auto: on GPU only")
+    compile: Literal["auto", "on", "off"] = flag("auto", "compile each decoder layer; auto: on GPU, unless attention is sdpa")
     chat_template: str | None = flag(None, "Jinja file that replaces the model's own chat template")
 
 
@@ -334,6 +334,9 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
     world_size = _default(run.fsdp_world_size, _default_world_size(placement, num_gpus, config.inference.infer_tp_size * infer_size))
     run_folder = config.metrics.log_dir or log_dir
     dtype = _resolve_auto(config.model.dtype, "float32" if placement == "cpu" else "bfloat16")
+    attention = _resolve_auto(
+        config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" and not run.deterministic else "sdpa"
+    )
     group_size = _default(config.algorithm.grpo_group_size, run.rollout_batch_size)
     step_samples = batch.batch_size * batch.grad_accum_steps
     # Room for a step's samples beside a group that is on its way, whatever the group size.
@@ -342,10 +345,9 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
     return config.replace(
         placement=placement,
         dtype=dtype,
-        compile=_resolve_auto(config.model.compile, "off" if placement == "cpu" else "on"),
-        attn_implementation=_resolve_auto(
-            config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" and not run.deterministic else "sdpa"
-        ),
+        # SDPA runs sample by sample: a layer would be compiled for each number of samples in a pack.
+        compile=_resolve_auto(config.model.compile, "off" if placement == "cpu" or attention == "sdpa" else "on"),
+        attn_implementation=attention,
         infer_size=infer_size,
         fsdp_world_size=world_size,
         fsdp_master_addr=_default(run.fsdp_master_addr, "127.0.0.1"),

@@ -125,6 +125,17 @@ def test_defaults_follow_from_the_gpus(num_gpus: int, expected: tuple) -> None:
     assert (run.placement, run.fsdp_world_size, config.inference.infer_size, model.dtype, model.attn_implementation) == expected
 
 
+def test_only_attention_over_a_whole_pack_is_compiled() -> None:
+    def choice(**values: Any) -> str:
+        return resolve(Config.from_flat(values), num_gpus=2, log_dir="unused").model.compile
+
+    assert (choice(), choice(attn_implementation="flash_attention_2"), choice(attn_implementation="sdpa")) == ("on", "on", "off")
+    assert choice(deterministic=True) == choice(dtype="float32") == choice(placement="cpu") == "off"
+    typed = Config.from_flat({"compile": "on", "attn_implementation": "sdpa", "train_packing": "varlen", "tw_game_dir": "unused"})
+    warnings = checks.warnings(resolve(typed, num_gpus=2, log_dir="unused"), typed)
+    assert any("--compile on with --attn-implementation sdpa" in warning for warning in warnings)
+
+
 def test_after_resolve_no_none_means_default() -> None:
     config = resolve(Config(), num_gpus=0, log_dir="runs/x")
     meaningful = {

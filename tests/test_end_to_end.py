@@ -195,7 +195,7 @@ if __name__ == "__main__":
     script = folder.parent / "greedy.py"
     script.write_text(code)
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    quiet |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    quiet |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}
     environment = os.environ | quiet
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=180, check=False)
     answers = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]

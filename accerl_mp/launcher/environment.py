@@ -20,7 +20,7 @@ _EVERYBODY = {
 }
 
 _VLLM = {
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # a forked worker would not set its own parent-death signal
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would not set its own parent-death signal
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_HOST_IP": "127.0.0.1",

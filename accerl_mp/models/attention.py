@@ -93,9 +93,7 @@ def varlen_attention(
     from torch.nn.attention.varlen import varlen_attn  # looks for its kernels when it is imported
 
     _refuse_unsupported(module, others)
-    groups = _num_groups(module, query, key)
-    if groups > 1:  # torch 2.11's has no enable_gqa
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    # Fewer key heads than query heads are the kernel's own business: torch 2.11's has no enable_gqa, and needs none (tests/gpu).
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     output = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=window)
@@ -115,7 +113,7 @@ def flash2_attention(
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """As `varlen_attention`; fewer key heads than query heads are the kernel's own business."""
+    """As `varlen_attention`."""
     if cu_seq_lens_q is None:
         return segment_attention(module, query, key, value, None, scaling=scaling, sliding_window=sliding_window)
     from flash_attn import flash_attn_varlen_func

@@ -58,22 +58,3 @@ def test_a_pack_equals_each_sample_alone(kernel, name: str, window: int | None, 
     (expected * weights).sum().backward()
     for tensor, other in zip(tensors, exact, strict=True):
         assert _relative_error(tensor.grad, other.grad) < 2e-2
-
-
-def test_the_kernel_shares_key_heads_by_itself() -> None:
-    """torch's varlen kernel without repeated keys: what would save a copy of k and v in each layer."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    torch.manual_seed(1)
-    tensors = [_heads(count, 128) for count in (16, 8, 8)]
-    query, key, value = (tensor[0].transpose(0, 1).detach().requires_grad_() for tensor in tensors)
-    exact = [tensor.float().requires_grad_() for tensor in tensors]
-    ends = Segments.of(LENGTHS, GPU).cu_seqlens
-    got = varlen_attn(query, key, value, ends, ends, max(LENGTHS), max(LENGTHS), window_size=(-1, 0))
-    expected = _alone(exact, None)
-    assert _relative_error(got[None], expected) < 1e-2
-    weights = torch.randn_like(expected)
-    (got[None].float() * weights).sum().backward()
-    (expected * weights).sum().backward()
-    for tensor, other in zip((query, key, value), exact, strict=True):
-        assert _relative_error(tensor.grad.transpose(0, 1)[None], other.grad) < 2e-2

@@ -1,5 +1,8 @@
 """The trainer's step on GPUs: compiled or not, by any attention, on one rank or two, it is the step of the CPU in float32."""
 
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,6 @@ from trainer_cases import config_for, made_samples, sharded_model, single_rank, 
 
 from accerl_mp.config import Config
 from accerl_mp.models.build import compute_dtype
-from accerl_mp.models.fsdp import decoder_layers
 from accerl_mp.models.names import iter_weights
 from accerl_mp.trainer.probe import forced_logprobs
 from accerl_mp.trainer.ranks import Ranks, limit_memory
@@ -18,6 +20,7 @@ from accerl_mp.trainer.sharded import build_sharded
 from accerl_mp.transport.health import Health
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+needs_flash_attn = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 64, "vocab_size": 1504}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ON_GPU = {"dtype": "bfloat16", "placement": "dedicated", "attn_implementation": "varlen", "compile": "on"}
@@ -51,16 +54,18 @@ def _train(ranks: Ranks, config: Config, steps: list[list[list[Any]]]) -> dict[s
     }
 
 
-def _gpu_rank(rank: int, size: int) -> Ranks:
-    return Ranks.join(rank=rank, size=size, on_gpu=True, health=Health.detached(f"trainer/{rank}"))
+@contextmanager
+def _gpu_rank(rank: int, size: int) -> Iterator[Ranks]:
+    ranks = Ranks.join(rank=rank, size=size, on_gpu=True, health=Health.detached(f"trainer/{rank}"))
+    try:
+        yield ranks
+    finally:
+        ranks.leave()
 
 
 def _trained_on_one_gpu(config: Config) -> dict[str, Any]:
-    ranks = _gpu_rank(0, 1)
-    try:
+    with _gpu_rank(0, 1) as ranks:
         return _train(ranks, config, _steps())
-    finally:
-        ranks.leave()
 
 
 def _trained_on_cpu(folder: Path) -> dict[str, Any]:
@@ -81,6 +86,7 @@ def _trained_on_cpu(folder: Path) -> dict[str, Any]:
         {},
         {"compile": "off"},
         {"attn_implementation": "sdpa", "compile": "off"},
+        pytest.param({"attn_implementation": "flash_attention_2"}, marks=needs_flash_attn),
         {"gradient_checkpointing": True},
         {"train_logprob_mode": "full_logits_ce"},
         {"train_packing": "padded", "train_logprob_mode": "full_logits_ce"},
@@ -103,28 +109,27 @@ def test_one_compilation_serves_every_layer_and_length(tmp_path: Path) -> None:
 
     tiny.save_tiny(tmp_path, **SIZES)
     torch._dynamo.reset()
-    config, ranks = _config(tmp_path), _gpu_rank(0, 1)
-    model, unsharded = build_sharded(config, ranks, torch.bfloat16)
-    assert len(decoder_layers(model)) == 4
-    train_steps(model, config, ranks, _steps(), unsharded=unsharded)
-    first = counters["stats"]["unique_graphs"]
-    others = [[[sample] for sample in made_samples(6, seed=9, vocab_size=1504)]]
-    train_steps(model, config, ranks, others, unsharded=unsharded)
-    ranks.leave()
+    counters.clear()
+    config = _config(tmp_path)
+    with _gpu_rank(0, 1) as ranks:
+        model, unsharded = build_sharded(config, ranks, torch.bfloat16)
+        train_steps(model, config, ranks, _steps(), unsharded=unsharded)
+        first = counters["stats"]["unique_graphs"]
+        others = [[[sample] for sample in made_samples(6, seed=9, vocab_size=1504)]]
+        train_steps(model, config, ranks, others, unsharded=unsharded)
     assert first > 0
     assert counters["stats"]["unique_graphs"] == first
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
     tiny.save_tiny(tmp_path, **SIZES)
-    config, ranks = _config(tmp_path), _gpu_rank(0, 1)
-    model, unsharded = build_sharded(config, ranks, torch.bfloat16)
-    used = []
-    for _ in range(4):
-        train_steps(model, config, ranks, _steps(), unsharded=unsharded)
-        torch.cuda.synchronize()
-        used.append(torch.cuda.memory_allocated())
-    ranks.leave()
+    config, used = _config(tmp_path), []
+    with _gpu_rank(0, 1) as ranks:
+        model, unsharded = build_sharded(config, ranks, torch.bfloat16)
+        for _ in range(4):
+            train_steps(model, config, ranks, _steps(), unsharded=unsharded)
+            torch.cuda.synchronize()
+            used.append(torch.cuda.memory_allocated())
     assert used[3] == used[1]
 
 
@@ -149,11 +154,10 @@ def test_other_architectures_train_compiled(kind: str, tmp_path: Path) -> None:
 
 
 def _half(rank: int, folder: Path) -> None:
-    ranks = _gpu_rank(rank, 2)
-    trained = _train(ranks, _config(folder, fsdp_world_size=2, compile="off"), [[step[rank]] for step in _steps()])
-    if rank == 0:
-        torch.save(trained, folder / "two.pt")
-    ranks.leave()
+    with _gpu_rank(rank, 2) as ranks:
+        trained = _train(ranks, _config(folder, fsdp_world_size=2, compile="off"), [[step[rank]] for step in _steps()])
+        if rank == 0:
+            torch.save(trained, folder / "two.pt")
 
 
 def test_two_ranks_over_nccl_make_the_update_of_one(tmp_path: Path) -> None:
