@@ -48,7 +48,7 @@ def test_a_game_with_nonsense_in_its_files_is_an_error_that_names_it(games_dir: 
 
 
 def test_a_json_whose_values_have_other_types_is_an_error_that_names_the_game(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
-    bad = poison(games_dir / "room-0.z8", tmp_path / "bad.z8", "a list")
+    bad = poison(games_dir / "room-0.z8", tmp_path / "bad.z8", "json: a list")
     bad.with_suffix(".json").write_bytes(types_swapped(games_dir / "room-0.z8"))
     with pytest.raises(EnvError, match=r"bad\.z8"):
         TextWorldEnv(bad).reset(1)
