@@ -23,7 +23,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # else torchrun warns; ranks choose their own
     sys.argv = ["torchrun", *torchrun_flags(args.nproc_per_node, args.rdzv_endpoint)]
     sys.argv += ["-m", "accerl_mp.launcher", "--run-dir", str(args.run_dir)]
-    runpy.run_module("torch.distributed.run", run_name="__main__")
+    runpy.run_module("accerl_mp.trainer.loopback", run_name="__main__")
 
 
 def torchrun_flags(num_ranks: int, endpoint: str) -> list[str]:

@@ -32,6 +32,8 @@ PROBE_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """Largest mean |logprob difference| between trainer and vLLM over the probe: kernels alone stay far below, wrong weights give nats."""
 
 _FLAG, _START_FLAG = "--sync-timeout-s", "--inference-start-timeout-s"
+_LIBRARY_SHARE = 1.5
+"""The group's own timeout over ours: our deadline speaks first, and names who waited for whom."""
 _FAILED, _DONE, _DONE_ANEW, _AGAIN = 0, 1, 2, 3
 """What rank 0 tells the others. _DONE_ANEW: there is a new group, which needs all weights. _AGAIN: the push broke and begins again."""
 
@@ -169,7 +171,7 @@ class WeightSync:
         timeout_s, world_size = self._sync.sync_timeout_s, 1 + sum(counts)
         store, port = open_store(world_size, timeout_s)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        address = GroupAddress(backend=backend, port=port, world_size=world_size, timeout_s=timeout_s)
+        address = GroupAddress(backend=backend, port=port, world_size=world_size, timeout_s=_LIBRARY_SHARE * timeout_s)
         calls = [{"address": dataclasses.asdict(address), "first_rank": first_rank} for first_rank in first_ranks]
         self._replicas.call("connect", calls, timeout_s=timeout_s, flag=_FLAG)
         joining = _Joining(address, self._device, store)
