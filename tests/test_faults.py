@@ -77,13 +77,12 @@ def test_a_role(shared: Callable[[], LightRun], cell: Cell) -> None:
         if cell.moment != REST:
             wait_for_work(run, cell.who)
         os.kill(before.pid, getattr(signal, EVENTS[cell.event]))
-        run.wait_for(lambda: run.row(name).num_restarts > before.num_restarts and run.runs(name), f"{name} to run again")
+        run.wait_for(lambda: run.row(name).pid not in (0, before.pid) and run.runs(name), f"{name} to run again")
     size = metrics_size(run)
     run.wait_training(4)
     run.wait_for(lambda: metrics_size(run) > size, "a line of metrics")
     if cell.event == "stopped":
         assert f"{name} has had no heartbeat for 6 s, it is stopped (SIGSTOP)" in run.terminal()
-    assert run.row(name).pid != before.pid
 
 
 @contextlib.contextmanager
@@ -133,7 +132,8 @@ def test_a_poisoned_game(start: Callable[..., LightRun], games_dir: Path, tmp_pa
     games = tmp_path / "games"
     shutil.copytree(games_dir, games)
     bad = poison(games / "room-0.z8", games / "poisoned.z8", cell.event)
-    run = start(games, max_restarts=0, env_step_timeout_s=2.0)
+    # A busy machine takes seconds to open a game: a short limit would blame the good ones, too.
+    run = start(games, max_restarts=0, env_step_timeout_s=8.0 if cell.event == "hangs" else 60.0)
     run.wait_for(lambda: "set aside" in run.log("ingest"), "the game to be set aside", 120)
     run.wait_training(10)
     named = [line for line in run.terminal().splitlines() if bad.name in line and "set aside" in line]
