@@ -37,7 +37,7 @@ def test_no_role_takes_itself_for_a_rank(role: str) -> None:
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-@pytest.mark.parametrize("role", ("rollout", "ingest", "stats", "trainer"))
+@pytest.mark.parametrize("role", ["rollout", "ingest", "stats", "trainer"])
 def test_light_roles_and_cpu_ranks_have_one_thread(role: str) -> None:
     assert num_threads(role, config_of()) == 1
 
