@@ -14,7 +14,7 @@ EVENTS = {"killed": "SIGKILL", "stopped": "SIGSTOP", "crashed": "SIGSEGV", "aske
 ROLES = ("rollout", "ingest", "stats")
 VLLM = ("inference front", "inference core", "inference worker")
 
-_GOES_ON = "started again; no episode lost or trained twice"
+_GOES_ON = "started again; no episode is lost or trained twice"
 _HANG = " (once it has stood still for `--hang-timeout-s`)"
 _VLLM_GOES_ON = "inference is started again, gets the current weights; open turns are asked again"
 
@@ -49,16 +49,17 @@ def _role_cells() -> list[Cell]:
 
 
 def _vllm_cells() -> list[Cell]:
+    endings = {"killed": "", "stopped": _HANG, "asked to leave": ", after an orderly end"}
     cases = [(who, event, moment) for event in ("killed", "stopped") for moment in MOMENTS for who in VLLM]
     return [
-        _cell("test_faults_vllm", "test_vllm", who, event, moment, _VLLM_GOES_ON + _HANG * (event == "stopped"), True)
+        _cell("test_faults_vllm", "test_vllm", who, event, moment, _VLLM_GOES_ON + endings[event], True)
         for who, event, moment in [*cases, ("inference front", "asked to leave", WORK)]
     ]
 
 
 def _game_cells() -> list[Cell]:
     outcome = "set aside after three failures and named once; training goes on; uses up no restarts"
-    return [_cell("test_faults", "test_a_poisoned_game", "a game", kind, WORK, outcome, kind not in ("crashes", "hangs")) for kind in KINDS]
+    return [_cell("test_faults", "test_a_poisoned_game", "a game", kind, WORK, outcome, kind != "crashes") for kind in KINDS]
 
 
 def _cell(file: str, function: str, who: str, event: str, moment: str, outcome: str, is_slow: bool) -> Cell:
@@ -156,20 +157,21 @@ def cells_of(test: str) -> list[Cell]:
 
 
 def markdown() -> str:
-    """One row for each who and event; each moment names its test."""
-    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    """A row for each outcome and test: every one of its processes meets every one of its events at every one of its moments."""
+    rows: dict[tuple[str, str], list[Cell]] = {}
     for cell in CELLS:
-        event = f"{cell.event} ({EVENTS[cell.event]})" if cell.event in EVENTS else cell.event
-        file, _, function = cell.test.partition(".py::")
-        # The case is named by the row itself where it is made of it.
-        name = function.replace(f"[{cell.case}]", "").removeprefix("test_").replace("_", " ")
-        rows.setdefault((cell.who, event, cell.outcome), {})[cell.moment] = f"`{file}`: {name}" + (" *" if cell.is_slow else "")
-    lines = ["| who | what | at rest | at work | outcome |", "| --- | --- | --- | --- | --- |"]
-    lines += [
-        f"| {who} | {event} | {moments.get(REST, '')} | {moments.get(WORK, '')} | {outcome} |"
-        for (who, event, outcome), moments in rows.items()
-    ]
-    return "\n".join(lines)
+        has_own_case = cell.test.endswith(f"[{cell.case}]")
+        rows.setdefault((cell.outcome, cell.test.split("[")[0] if has_own_case else cell.test), []).append(cell)
+    lines = ["| who | what | when | outcome | test |", "| --- | --- | --- | --- | --- |"]
+    for (outcome, test), cells in rows.items():
+        who, what, when = (", ".join(dict.fromkeys(values)) for values in zip(*map(_shown, cells), strict=True))
+        lines.append(f"| {who} | {what} | {when} | {outcome} | `{test}` |")
+    num_default = sum(not cell.is_slow for cell in CELLS)
+    return "\n".join([*lines, "", f"{len(CELLS)} cells; {num_default} of them in the default tests, all with `--full`."])
+
+
+def _shown(cell: Cell) -> tuple[str, str, str]:
+    return cell.who, f"{cell.event} ({EVENTS[cell.event]})" if cell.event in EVENTS else cell.event, cell.moment
 
 
 def exists(cell: Cell, folder: Path) -> bool:

@@ -35,7 +35,7 @@ FLAGS: dict[str, Any] = {
     "sync_every_optimizer_steps": 1,
     "max_policy_lag": 4,
     "max_restarts": 1000,
-    "transcripts_every": 7,
+    "transcripts_every": 1,
     "max_steps": 1_000_000,
     "hang_timeout_s": 6.0,
 }
@@ -44,17 +44,17 @@ FLAGS: dict[str, Any] = {
 class LightRun:
     """Ends, and leaves nothing, at `close`."""
 
-    def __init__(self, folder: Path, games: Path, **flags: Any) -> None:
+    def __init__(self, folder: Path, games: Path, *, root: Path = ROOT, **flags: Any) -> None:
         self.paths = RunPaths(folder)
         (folder / "logs").mkdir(parents=True)
         values = FLAGS | {"tw_game_dir": str(games), "model_path": str(folder)} | flags
         self.config = resolve(Config.from_flat(values), num_gpus=0, log_dir=str(folder))
         self.config.save(self.paths.args)
         save_tokenizer(self.paths.tokenizer)
-        environment = os.environ | {MARK: str(folder), "SPT_NOENV": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {MARK: str(folder), "SPT_NOENV": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         with (folder / "output.txt").open("wb") as output:
             command = [sys.executable, "-W", "ignore", "-m", "tests.light_rank", "--run-dir", str(folder)]
-            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True)
+            self.process = subprocess.Popen(command, cwd=root, env=environment, stdout=output, stderr=output, start_new_session=True)
         self.wait_for(self.paths.health.exists, "the health table")
         self.table, self.board = HealthTable.attach(self.paths.health), Board.attach(self.paths.board)
 

@@ -15,12 +15,12 @@ _CODE = {
 }
 
 _JSON = {
-    "an empty map": b"{}",
-    "a list": b"[]",
-    "no json": b"{",
-    "nothing": b"",
-    "bytes": os.urandom(200),
-    "nested 5000 deep": b"[" * 5000 + b"]" * 5000,
+    "json: an empty map": b"{}",
+    "json: a list": b"[]",
+    "json: no json": b"{",
+    "json: nothing": b"",
+    "json: bytes": os.urandom(200),
+    "json: nested 5000 deep": b"[" * 5000 + b"]" * 5000,
 }
 
 KINDS = ("crashes", "hangs", "damaged", "without json", *_JSON)

@@ -77,13 +77,12 @@ def test_a_role(shared: Callable[[], LightRun], cell: Cell) -> None:
         if cell.moment != REST:
             wait_for_work(run, cell.who)
         os.kill(before.pid, getattr(signal, EVENTS[cell.event]))
-        run.wait_for(lambda: run.row(name).num_restarts > before.num_restarts and run.runs(name), f"{name} to run again")
+        run.wait_for(lambda: run.row(name).pid not in (0, before.pid) and run.runs(name), f"{name} to run again")
     size = metrics_size(run)
     run.wait_training(4)
     run.wait_for(lambda: metrics_size(run) > size, "a line of metrics")
     if cell.event == "stopped":
         assert f"{name} has had no heartbeat for 6 s, it is stopped (SIGSTOP)" in run.terminal()
-    assert run.row(name).pid != before.pid
 
 
 @contextlib.contextmanager
@@ -133,7 +132,8 @@ def test_a_poisoned_game(start: Callable[..., LightRun], games_dir: Path, tmp_pa
     games = tmp_path / "games"
     shutil.copytree(games_dir, games)
     bad = poison(games / "room-0.z8", games / "poisoned.z8", cell.event)
-    run = start(games, max_restarts=0, env_step_timeout_s=2.0)
+    # A busy machine takes seconds to open a game: a short limit would blame the good ones, too.
+    run = start(games, max_restarts=0, env_step_timeout_s=8.0 if cell.event == "hangs" else 60.0)
     run.wait_for(lambda: "set aside" in run.log("ingest"), "the game to be set aside", 120)
     run.wait_training(10)
     named = [line for line in run.terminal().splitlines() if bad.name in line and "set aside" in line]
@@ -157,18 +157,17 @@ def test_replies_that_name_no_command_are_trained_like_any_other(start: Callable
     assert "ERROR" not in run.terminal()
 
 
-def test_a_full_disk_costs_files_and_not_the_run(start: Callable[..., LightRun], games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
-    """Transcripts, metrics and books cannot be written: a folder in their place (a small tmpfs needs rights; tests/soak.py fills one)."""
-    run = start(games_dir, transcripts_every=1)
-    run.wait_training(2)
-    folder = run.paths.run_dir / "episodes"
+def test_a_full_disk_costs_files_and_not_the_run(shared: Callable[[], LightRun]) -> None:
+    """Transcripts cannot be written: a file is in their folder's place (to fill a small tmpfs needs rights; tests/soak.py does)."""
+    run = shared()
+    folder, before = run.paths.run_dir / "episodes", run.row("rollout/0").num_restarts
     run.wait_for(folder.exists, "transcripts")
     shutil.rmtree(folder)
     folder.write_text("no folder")
-    run.wait_training(10)
-    assert run.row("rollout/0").num_restarts == 0, run.words()
+    run.wait_training(4)
     run.wait_for(lambda: "no transcript of group" in run.log("rollout"), "its words")
-    run.finish()
+    assert run.row("rollout/0").num_restarts == before, run.words()
+    folder.unlink()
 
 
 @pytest.mark.slow
@@ -208,6 +207,34 @@ def test_another_users_run_of_the_same_folder_name_is_not_touched(tmp_path: Path
     finally:
         board.unlink()
         folder.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a folder read-only")
+def test_a_read_only_checkout_in_a_path_with_spaces_prepares_a_run_elsewhere(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    checkout = tmp_path / "a read-only clone"
+    checkout.mkdir()
+    source = README.parent
+    mounts = [["mount", "--bind", str(source), str(checkout)], ["mount", "-o", "remount,bind,ro", str(checkout)]]
+    if any(subprocess.run(command, capture_output=True, check=False).returncode for command in mounts):
+        subprocess.run(["umount", str(checkout)], capture_output=True, check=False)
+        pytest.skip("no right to mount")
+    try:
+        assert not os.access(checkout, os.W_OK)
+        flags = ["--model-path", "accerl_mp/presets/demo_model", "--tw-game-dir", str(games_dir), "--log-dir", str(tmp_path / "a run")]
+        command = [sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", str(tmp_path / "answer"), "--", *flags]
+        environment = os.environ | {"PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "a run/args.json").exists()
+        run = LightRun(tmp_path / "light run", games_dir, root=checkout)
+        try:
+            run.wait_training(2)
+            run.finish()
+        finally:
+            run.close()
+    finally:
+        subprocess.run(["umount", str(checkout)], check=True)
 
 
 # The table

@@ -1,9 +1,11 @@
 """What comes over a socket is data, never code, and no message ends a process: fuzzed against the real ones."""
 
 import ast
+import os
 import random
 import stat
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,8 @@ from engine_fixture import InferenceRun, RequestClient, client, engine  # noqa: 
 from sample_factory import make_group, make_record
 from test_ingest import Run, Trainer, make_run, wait_until  # noqa: F401
 
+from accerl_mp.launcher.torchrun import torchrun_flags
+from accerl_mp.trainer.loopback import BoundStore
 from accerl_mp.transport import channels, codec, sockets
 from accerl_mp.weight_sync import protocol
 from accerl_mp.weight_sync.group import open_store
@@ -82,12 +86,47 @@ def test_code_of_a_model_folder_runs_only_if_it_is_asked_for() -> None:
 # What listens
 
 
+def listeners(port: int) -> list[str]:
+    """The hexadecimal addresses on which somebody listens on this port."""
+    lines = [line.split() for file in ("tcp", "tcp6") for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]]
+    return [local for _, local, _, state, *_ in lines if state == "0A" and local.endswith(f":{port:04X}")]
+
+
 def test_the_weight_groups_store_listens_on_loopback_alone() -> None:
     store, port = open_store(1, 10.0)
-    lines = [line.split() for file in ("tcp", "tcp6") for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]]
-    addresses = [local for _, local, _, state, *_ in lines if state == "0A" and local.endswith(f":{port:04X}")]
+    found = listeners(port)
     del store
-    assert addresses == [f"0100007F:{port:04X}"]
+    assert found == [f"0100007F:{port:04X}"]
+
+
+def test_torchruns_stores_listen_on_loopback_alone() -> None:
+    store = BoundStore("127.0.0.1", 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+    found, peer = listeners(store.port), BoundStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    store.set("a", "1")
+    assert peer.get("a") == b"1"
+    assert found == [f"0100007F:{store.port:04X}"]
+
+
+RANK = """
+import psutil, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+for process in (psutil.Process(), psutil.Process().parent()):
+    print("LISTENS", *(f"{c.laddr.ip}" for c in process.net_connections() if c.status == "LISTEN"), flush=True)
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_nothing_of_torchrun_or_its_ranks_listens_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, "-m", "accerl_mp.trainer.loopback", *torchrun_flags(2, "127.0.0.1:0"), str(tmp_path / "rank.py")]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    words = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("LISTENS")]
+    assert len(words) == 4
+    assert {address for line in words for address in line} == {"127.0.0.1"}
 
 
 def test_the_socket_folder_and_the_shared_files_are_for_this_user_alone(make_run: Any) -> None:  # noqa: F811

@@ -244,6 +244,7 @@ class Ingest:
 
     def _save_books(self) -> None:
         """At the end, in DIR/books.json."""
+        self._give_up()
         books, path = self._books(), self._process.paths.run_dir / "books.json"
         if any(books.imbalance):
             _log.error("%d groups and %d samples are unaccounted for: %s", *books.imbalance, path)

@@ -128,7 +128,7 @@ def _start_torchrun(paths: RunPaths, flags: list[str]) -> int:
     sys.stdout = sys.stderr = log_file.open("a", buffering=1)
     os.environ["OMP_NUM_THREADS"] = "1"  # else torchrun warns; ranks choose their own
     sys.argv = ["torchrun", *flags, "-m", "accerl_mp.launcher", "--run-dir", str(paths.run_dir)]
-    runpy.run_module("torch.distributed.run", run_name="__main__")
+    runpy.run_module("accerl_mp.trainer.loopback", run_name="__main__")
     sys.exit(0)
 
 

@@ -30,6 +30,8 @@ from accerl_mp.weight_sync.replicas import Replicas
 from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, probe_ids
 
 _FLAG, _START_FLAG = "--sync-timeout-s", "--inference-start-timeout-s"
+_LIBRARY_SHARE = 1.5
+"""The group's own timeout over ours: our deadline speaks first, and names who waited for whom."""
 _FAILED, _DONE, _DONE_ANEW, _AGAIN, _CLOSED = 0, 1, 2, 3, 4
 """What rank 0 tells the others. _DONE_ANEW: there is a new group, which needs all weights. _AGAIN: the push broke and begins again.
 _CLOSED: the run ends."""
@@ -197,7 +199,7 @@ class WeightSync:
         timeout_s, world_size = self._sync.sync_timeout_s, 1 + sum(counts)
         store, port = open_store(world_size, timeout_s)
         backend = backend_of(self._device, self._process.config.run.placement)
-        address = GroupAddress(backend=backend, port=port, world_size=world_size, timeout_s=timeout_s)
+        address = GroupAddress(backend=backend, port=port, world_size=world_size, timeout_s=_LIBRARY_SHARE * timeout_s)
         calls = [{"address": dataclasses.asdict(address), "first_rank": first_rank} for first_rank in first_ranks]
         self._replicas.call("connect", calls, timeout_s=timeout_s, flag=_FLAG)
         joining = Aside(lambda: join_group(address, 0, self._device, store), "weights-join")
