@@ -279,3 +279,13 @@ def test_the_users_own_list_of_gpus_is_what_the_gpus_means(monkeypatch: pytest.M
 def test_trainers_take_the_first_gpus_and_engines_the_next_in_the_users_order() -> None:
     plan = plan_gpus(["5", "2", "7", "0"], placement="dedicated", world_size=2, infer_size=1, infer_tp_size=2)
     assert (plan.trainer, plan.inference) == (["5", "2"], [["7", "0"]])
+
+
+def test_help_is_grouped_by_role_and_shows_defaults() -> None:
+    text = build_parser().format_help()
+    places = [text.index(f"{group.__doc__}:") for group in GROUPS.values()]
+    assert places == sorted(places)
+    for group in GROUPS.values():
+        for field in dataclasses.fields(group):
+            if field.default not in (None, "", False):
+                assert f"[{field.default}]" in " ".join(text[text.index(option_of(field.name)) :].split()), field.name

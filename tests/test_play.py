@@ -82,6 +82,13 @@ def test_every_flag_of_the_reference_reaches_the_engine(tmp_path: Path, monkeypa
     assert args.verbose
 
 
+def test_help_is_grouped_and_shows_defaults() -> None:
+    text = " ".join(play.build_parser().format_help().split())
+    assert text.index("what is played:") < text.index("replies:") < text.index("vLLM:") < text.index("output:")
+    assert "which files of it (default: *.z8)" in text
+    assert "requests at a time; as many episodes are open (default: 16)" in text
+
+
 def test_flags_that_cannot_work_are_refused_together_with_code_2(capfd: pytest.CaptureFixture[str]) -> None:
     words = "--game-dir g --episodes 0 --temperature -1 --top-p 0 --history-steps -1 --gpu-memory-utilization 2 --max-model-len 0"
     assert play.main([*words.split(), "--placement", "cpu"]) == 2
