@@ -242,6 +242,19 @@ def test_held_out_games_must_not_be_the_training_games(folders: dict[str, Any]) 
     assert any("--eval-game-dir" in problem for problem in problems_of(folders | {"eval_game_dir": folders["tw_game_dir"]}))
 
 
+def test_the_ftwp_archives_folders_are_taken_as_they_are_but_not_one_inside_the_other(folders: dict[str, Any]) -> None:
+    archive = Path(folders["tw_game_dir"])
+    for split in ("train", "valid"):
+        (archive / split).mkdir()
+        for name in (f"tw-cooking-{split}.z8", f"tw-cooking-{split}.json", f"tw-cooking-{split}.ulx"):
+            (archive / split / name).write_text("")
+    assert problems_of(folders | {"tw_game_dir": str(archive / "train"), "eval_game_dir": str(archive / "valid")}) == []
+    found = problems_of(folders | {"eval_game_dir": str(archive / "valid")})
+    assert len(found) == 1
+    assert "1 of its games are in --tw-game-dir" in found[0]
+    assert "tw-cooking-valid.z8" in found[0]
+
+
 def test_files_of_flags_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "quote").write_text("--model-path 'm")
