@@ -101,12 +101,11 @@ def play_policy(place: int, policy: Policy, games: list[str], args: argparse.Nam
     from accerl_mp.tools.local_engine import open_engine
     from accerl_mp.tools.playing import open_player, plan_seats, play_seats, without_logprobs
 
-    num_episodes = len(games) * args.episodes_per_game
+    config, num_episodes = engine_config(policy, args), len(games) * args.episodes_per_game
     with ExitStack() as stack:
         with terminal.waiting(f"starting vLLM for {policy.label}"):
-            engine = stack.enter_context(open_engine(engine_config(policy, args)))
-        config, total = engine_config(policy, args), num_episodes * len(args.seeds) * len(args.temperatures)
-        advance = stack.enter_context(terminal.progress("playing", total))
+            engine = stack.enter_context(open_engine(config))
+        advance = stack.enter_context(terminal.progress("playing", num_episodes * len(args.seeds) * len(args.temperatures)))
 
         async def play() -> dict[Column, list[Record]]:
             played: dict[Column, list[Record]] = {}
