@@ -295,6 +295,19 @@ def test_held_out_games_must_not_be_the_training_games(folders: dict[str, Any]) 
     assert any("--eval-game-dir" in problem for problem in problems_of(folders | {"eval_game_dir": folders["tw_game_dir"]}))
 
 
+def test_the_ftwp_archives_folders_are_taken_as_they_are_but_not_one_inside_the_other(folders: dict[str, Any]) -> None:
+    archive = Path(folders["tw_game_dir"])
+    for split in ("train", "valid"):
+        (archive / split).mkdir()
+        for name in (f"tw-cooking-{split}.z8", f"tw-cooking-{split}.json", f"tw-cooking-{split}.ulx"):
+            (archive / split / name).write_text("")
+    assert problems_of(folders | {"tw_game_dir": str(archive / "train"), "eval_game_dir": str(archive / "valid")}) == []
+    found = problems_of(folders | {"eval_game_dir": str(archive / "valid")})
+    assert len(found) == 1
+    assert "1 of its games are in --tw-game-dir" in found[0]
+    assert "tw-cooking-valid.z8" in found[0]
+
+
 def test_files_of_flags_that_are_no_text_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "quote").write_text("--model-path 'm")
@@ -343,3 +356,13 @@ def test_the_users_own_list_of_gpus_is_what_the_gpus_means(monkeypatch: pytest.M
 def test_trainers_take_the_first_gpus_and_engines_the_next_in_the_users_order() -> None:
     plan = plan_gpus(["5", "2", "7", "0"], placement="dedicated", world_size=2, infer_size=1, infer_tp_size=2)
     assert (plan.trainer, plan.inference) == (["5", "2"], [["7", "0"]])
+
+
+def test_help_is_grouped_by_role_and_shows_defaults() -> None:
+    text = build_parser().format_help()
+    places = [text.index(f"{group.__doc__}:") for group in GROUPS.values()]
+    assert places == sorted(places)
+    for group in GROUPS.values():
+        for field in dataclasses.fields(group):
+            if field.default not in (None, "", False):
+                assert f"[{field.default}]" in " ".join(text[text.index(option_of(field.name)) :].split()), field.name

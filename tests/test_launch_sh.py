@@ -262,6 +262,16 @@ def test_prepare_reports_all_problems_at_once_and_touches_nothing(tmp_path: Path
     assert [path.name for path in (tmp_path / "a run").iterdir()] == ["args.json"]
 
 
+def test_a_model_that_nobody_knows_is_refused_once_and_so_is_a_task(tmp_path: Path, model_and_games: list[str]) -> None:
+    settings = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(settings | {"model_type": "nonsense9"}))
+    done = prepare(tmp_path, *model_and_games, "--env", "no_such_task:Env")
+    assert done.returncode == 2
+    assert done.stderr.count("nonsense9") == 1
+    assert "--env no_such_task:Env: module no_such_task cannot be imported" in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("- ")]) == 2
+
+
 def test_a_model_without_a_template_gets_the_built_in_one_with_a_warning(tmp_path: Path, model_and_games: list[str]) -> None:
     (tmp_path / "model/chat_template.jinja").unlink()
     done = prepare(tmp_path, *model_and_games)

@@ -82,6 +82,13 @@ def test_every_flag_of_the_reference_reaches_the_engine(tmp_path: Path, monkeypa
     assert args.verbose
 
 
+def test_help_is_grouped_and_shows_defaults() -> None:
+    text = " ".join(play.build_parser().format_help().split())
+    assert text.index("what is played:") < text.index("replies:") < text.index("vLLM:") < text.index("output:")
+    assert "which files of it (default: *.z8)" in text
+    assert "requests at a time; as many episodes are open (default: 16)" in text
+
+
 def test_flags_that_cannot_work_are_refused_together_with_code_2(capfd: pytest.CaptureFixture[str]) -> None:
     words = "--game-dir g --episodes 0 --temperature -1 --top-p 0 --history-steps -1 --gpu-memory-utilization 2 --max-model-len 0"
     assert play.main([*words.split(), "--placement", "cpu"]) == 2
@@ -95,13 +102,13 @@ def test_a_run_folder_stands_for_its_newest_export_and_its_settings(tmp_path: Pa
     Config.from_flat({"tw_max_episode_steps": 6, "tw_history_token_window": 700}).save(tmp_path / "args.json")
     with pytest.raises(ConfigError, match="save-checkpoint"):
         policies.find_policy(tmp_path)
-    for name, step in (("step-000010", 10), ("step-000002", 2), ("latest", 20)):
+    for name, step in (("step-000010", 10), ("step-000002", 2), ("latest", 12), ("a-name", 20)):
         folder = tmp_path / "checkpoints" / name
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")
         (folder / "trainer_state.json").write_text(json.dumps({"optimizer_step": step}))
-    assert [folder.name for folder in policies.list_exports(tmp_path)] == ["step-000002", "step-000010", "latest"]
-    assert policies.find_policy(tmp_path).folder.name == "latest"
+    assert [folder.name for folder in policies.list_exports(tmp_path)] == ["step-000002", "step-000010", "latest", "a-name"]
+    assert policies.find_policy(tmp_path).folder.name == "a-name"
     export = policies.find_policy(tmp_path / "checkpoints/step-000010")
     assert export.run_dir == tmp_path
     args = play.build_parser().parse_args(["--model-path", "m", "--game-dir", "g", "--placement", "cpu"])
@@ -150,10 +157,12 @@ def test_records_come_in_the_order_of_the_seats_and_a_broken_game_is_named(games
     assert "logprobs" not in playing.without_logprobs(records[0])["turns"][0]
 
 
-def run_tool(name: str, *words: str, typed: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_tool(
+    name: str, *words: str, typed: str | None = None, timeout_s: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"accerl_mp.tools.{name}", *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | variables
-    return subprocess.run(command, input=typed, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, input=typed, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def test_a_person_plays_through_the_same_prompt_and_parser(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -218,11 +227,11 @@ def test_play_with_a_real_engine(games_dir: Path, tmp_path: Path) -> None:  # no
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.timeout(620)
+@pytest.mark.timeout(820)
 def test_evaluate_compares_models_and_repeats_itself(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
     words = [str(DEMO_MODEL), str(DEMO_MODEL), "--eval-game-dir", str(games_dir), "--placement", "cpu", "--max-episode-steps", "4"]
     words += ["--seeds", "1", "2", "--temperatures", "0", "1", "--json", str(tmp_path / "out.json")]
-    done = run_tool("evaluate", *words)
+    done = run_tool("evaluate", *words, timeout_s=800)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [result["temperature"] for result in results] == [0.0, 1.0, 0.0, 1.0]

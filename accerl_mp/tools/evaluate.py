@@ -27,6 +27,8 @@ from accerl_mp.tools.terminal import Terminal, quiet
 class Column:
     """What is compared: a model at a temperature, all seeds together."""
 
+    place: int
+    """Of the model among those named: one that is named twice is played twice."""
     policy: Policy
     temperature: float
 
@@ -94,17 +96,16 @@ def _games(args: argparse.Namespace, policies: list[Policy]) -> list[str]:
     return list_played_games(folder, args.game_pattern, args.game_limit, needs_json=env == "textworld", option="--eval-game-dir")
 
 
-def play_policy(policy: Policy, games: list[str], args: argparse.Namespace, terminal: Terminal) -> dict[Column, list[Record]]:
+def play_policy(place: int, policy: Policy, games: list[str], args: argparse.Namespace, terminal: Terminal) -> dict[Column, list[Record]]:
     """All temperatures and seeds of one model, with one engine."""
     from accerl_mp.tools.local_engine import open_engine
     from accerl_mp.tools.playing import open_player, plan_seats, play_seats, without_logprobs
 
-    num_episodes = len(games) * args.episodes_per_game
+    config, num_episodes = engine_config(policy, args), len(games) * args.episodes_per_game
     with ExitStack() as stack:
         with terminal.waiting(f"starting vLLM for {policy.label}"):
-            engine = stack.enter_context(open_engine(engine_config(policy, args)))
-        config, total = engine_config(policy, args), num_episodes * len(args.seeds) * len(args.temperatures)
-        advance = stack.enter_context(terminal.progress("playing", total))
+            engine = stack.enter_context(open_engine(config))
+        advance = stack.enter_context(terminal.progress("playing", num_episodes * len(args.seeds) * len(args.temperatures)))
 
         async def play() -> dict[Column, list[Record]]:
             played: dict[Column, list[Record]] = {}
@@ -114,7 +115,7 @@ def play_policy(policy: Policy, games: list[str], args: argparse.Namespace, term
                     seats = plan_seats(games, num_episodes, seed=seed, temperature=temperature)
                     player = open_player(config, engine, num_open=args.vllm_max_num_seqs)
                     records = await play_seats(player, seats, num_open=args.vllm_max_num_seqs, on_end=lambda _record: advance())
-                    played.setdefault(Column(policy, temperature), []).extend(
+                    played.setdefault(Column(place, policy, temperature), []).extend(
                         without_logprobs(record) | {"seed_of": str(seed)} for record in records
                     )
             return played
@@ -172,9 +173,9 @@ def main(argv: list[str] | None = None) -> int:
         policies = find_policies(args)
         games = _games(args, policies)
         log_file = (args.json or Path("runs/evaluate/evaluate.json")).with_suffix(".log")
-        for policy in policies:
+        for place, policy in enumerate(policies):
             with quiet(log_file, terminal):
-                columns |= play_policy(policy, games, args, terminal)
+                columns |= play_policy(place, policy, games, args, terminal)
     except ConfigError as error:
         terminal.say(f"this cannot be evaluated:\n{error}")
         return 2

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,11 +19,14 @@ from accerl_mp.rollout.episode import Reply
 from accerl_mp.rollout.tokenizer import Tokenizer
 from accerl_mp.rollout.transcript import ChatFormat
 
+if TYPE_CHECKING:  # vllm is imported once the environment is set
+    from accerl_mp.inference.engine import Engine
+
 
 class LocalEngine:
     """Replies for `rollout.episode.Player`. One event loop; `open_engine` makes it."""
 
-    def __init__(self, engine: "Engine", tokenizer: Tokenizer) -> None:  # noqa: F821  (vllm is imported late)
+    def __init__(self, engine: "Engine", tokenizer: Tokenizer) -> None:
         self._engine = engine
         self.tokenizer, self.chat = tokenizer, ChatFormat.probe(tokenizer)
         self._keys = itertools.count()
