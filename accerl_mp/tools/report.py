@@ -36,11 +36,12 @@ def build(run: RunFolder, *, most_episodes: int = 40) -> str:
     run.metrics()
     charts = [drawn for chart in CHARTS if (drawn := report_charts.draw(chart, 0, chart_series(run, chart)))]
     charts = [_numbered(drawn, number) for number, drawn in enumerate(charts)]
-    episodes, num_episodes = chosen(run.transcripts(), most_episodes)
+    names = run.transcript_names()
+    episodes = [as_data(name, transcript) for name in chosen(names, most_episodes) if (transcript := run.transcript(name))]
     data = {
         "geometry": {"left": report_charts.LEFT, "right": report_charts.RIGHT, "width": report_charts.WIDTH},
         "charts": [drawn.data for drawn in charts],
-        "episodes": [as_data(name, transcript) for name, transcript in episodes],
+        "episodes": episodes,
     }
     sections = {
         "Curves": '<div class="charts">' + "".join(drawn.html for drawn in charts) + "</div>"
@@ -48,7 +49,7 @@ def build(run: RunFolder, *, most_episodes: int = 40) -> str:
         else _soft("No round has closed yet."),
         "Evaluations": evaluation_tables(run.evaluations()),
         "What bounded the run": bounds(run),
-        "Transcripts": viewer(len(episodes), num_episodes),
+        "Transcripts": viewer(len(episodes), len(names)),
         "Settings": settings(run),
         "Restarts": restarts(run),
     }

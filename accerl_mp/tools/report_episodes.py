@@ -1,6 +1,6 @@
 """Transcripts of `episodes/` as the report's viewer takes them, and which of them go into it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 Transcript = Mapping[str, Any]
@@ -13,14 +13,12 @@ SCALARS = (
 )
 
 
-def chosen(transcripts: Iterable[tuple[str, Transcript]], most: int) -> tuple[list[tuple[str, Transcript]], int]:
-    """At most `most` transcripts, spread evenly over the run, half of them evaluations where there are as many; and how many there are."""
-    found = list(transcripts)
-    train = [one for one in found if one[1].get("kind") == "train"]
-    others = [one for one in found if one[1].get("kind") != "train"]
-    num_train = max(most - len(others), (most + 1) // 2)
-    picked = spread(train, num_train)
-    return picked + spread(others, most - len(picked)), len(found)
+def chosen(names: Sequence[str], most: int) -> list[str]:
+    """At most `most` transcripts by their file names, spread evenly over the run; half of them evaluations, where there are as many."""
+    train = [name for name in names if name.startswith("train-")]
+    others = [name for name in names if not name.startswith("train-")]
+    picked = spread(train, max(most - len(others), (most + 1) // 2))
+    return picked + spread(others, most - len(picked))
 
 
 def spread(items: Sequence[T], most: int) -> list[T]:

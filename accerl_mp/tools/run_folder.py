@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,12 +104,17 @@ class RunFolder:
         found = (re.match(r"(\d\d:\d\d:\d\d)\S* supervisor/0 WARNING? +(.*starts again.*)", line) for line in lines)
         return [Restart(match[1], match[2]) for match in found if match]
 
-    def transcripts(self) -> Iterator[tuple[str, Row]]:
-        """(file name, transcript) of `episodes/`, by name, with `"trained"`: the lines of the file beside it (`trainer/witness.py`)."""
-        for path in sorted((self.run_dir / "episodes").glob("*.json")):
-            if isinstance(transcript := _json(path), dict):
-                lines = _text(path.with_suffix(".trained.jsonl")).splitlines()
-                yield path.name, transcript | {"trained": [row for line in lines if isinstance(row := _parsed(line), dict)]}
+    def transcript_names(self) -> list[str]:
+        """Files of `episodes/` (`rollout/records.py`), those of training and of evaluations each in order."""
+        return sorted(path.name for path in (self.run_dir / "episodes").glob("*.json"))
+
+    def transcript(self, name: str) -> Row | None:
+        """With `"trained"`: the lines of the file beside it (`trainer/witness.py`). None while it is being written."""
+        path = self.run_dir / "episodes" / name
+        transcript, lines = _json(path), _text(path.with_suffix(".trained.jsonl")).splitlines()
+        if not isinstance(transcript, dict):
+            return None
+        return transcript | {"trained": [row for line in lines if isinstance(row := _parsed(line), dict)]}
 
 
 def _text(path: Path) -> str:

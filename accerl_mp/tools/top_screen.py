@@ -217,16 +217,16 @@ def _lag(frame: Frame) -> Text:
 
 
 def _rings(frame: Frame, can_draw: bool) -> Text:
-    """Each rank's; of many the mean and the emptiest."""
+    """Of each rank: fill, samples that are not trained yet, slots; of many ranks the mean and the emptiest. Then requests in engines."""
     rings, line = frame.live.rings, Text()
     for ring in rings if len(rings) <= 2 else sorted(rings, key=lambda one: one.fill)[:1]:
-        wanted = f", waits for {ring.num_wanted}" if ring.num_wanted else ""
-        text = f"{bar(ring.fill, 10, can_draw=can_draw)} {ring.num_unused}/{ring.capacity} new{wanted}  "
+        wanted = f" wants {ring.num_wanted}" if ring.num_wanted else ""
+        text = f"{bar(ring.fill, 10, can_draw=can_draw)} {ring.num_unused}/{ring.capacity}{wanted}  "
         line.append(f"{'emptiest ' if len(rings) > 2 else ''}{ring.rank} {text}")
     if len(rings) > 2:
         line.append(f"mean fill {100 * statistics.mean(ring.fill for ring in rings):.0f} %  ")
     if running := frame.series.get("Infer/RunningRequestsMean"):
-        line.append(f"requests in engines {running[-1]:.1f}")
+        line.append(f"requests {running[-1]:.1f}")
     return line
 
 

@@ -121,14 +121,14 @@ class Stepper:
         started = time.perf_counter()
         device = self._ranks.device
         sums, ratio_max = torch.zeros(len(SUMS), device=device), torch.zeros((), device=device)
-        shapes = []
+        shapes: list[PackShape] = []
+        seen: list[tuple[list[RLSample], Tensor]] = []
         references = self._reference.logprobs(micro_batches) if self._reference else [None] * len(micro_batches)
         with closing(built_ahead(micro_batches, partial(self._build, version=version), device=device)) as packs:
             for index, (batch, shape) in enumerate(packs):
                 set_last_micro_batch(self._model, index == len(micro_batches) - 1, unsharded=self._unsharded)
                 batch_sums, batch_ratio, logprobs = self._backward(batch.to(device), totals, references[index])
-                if self._witness:
-                    self._witness.see(micro_batches[index], logprobs, step=step)
+                seen.append((micro_batches[index], logprobs))
                 sums += batch_sums
                 ratio_max = torch.maximum(ratio_max, batch_ratio)
                 shapes.append(shape)
@@ -138,6 +138,8 @@ class Stepper:
         rate = self._learning_rate(step)
         grad_norm, is_bad = self._update(sums[0], rate)
         values = torch.cat([sums, ratio_max[None]]).tolist()
+        if self._witness:  # only now: the device has nothing left to do, so that its copies hold up nothing
+            self._witness.see(seen, step=step)
         return StepResult(
             sums=dict(zip(SUMS, values, strict=False)),
             ratio_max=values[-1],

@@ -24,27 +24,27 @@ class Witness:
     def __init__(self, folder: Path, *, every: int) -> None:
         self._folder, self._every = folder, every
 
-    def see(self, samples: list[RLSample], logprobs: Tensor, *, step: int) -> None:
-        """A trained micro-batch: [R] logprobs of its samples' trained tokens, in their order.
+    def see(self, micro_batches: list[tuple[list[RLSample], Tensor]], *, step: int) -> None:
+        """A trained step: each micro-batch's samples and [R] logprobs of their trained tokens, in their order.
 
         Nothing is copied off the device unless an episode of `--transcripts-every` is among them. A full disk costs lines.
         """
-        if not any(self._wants(sample) for sample in samples):
-            return
-        parts = logprobs.float().cpu().split([sample.num_trained for sample in samples])
-        for sample, part in zip(samples, parts, strict=True):
-            if self._wants(sample):
-                turns = sample.response_indices[sample.labels != UNTRAINED].tolist()
-                line = {"step": step, "turns": turns, "logprobs": [round(value, 4) for value in part.tolist()]}
-                self._append(sample.episode_id, json.dumps(line))
+        for samples, logprobs in micro_batches:
+            if any(self._wants(sample) for sample in samples):
+                parts = logprobs.float().cpu().split([sample.num_trained for sample in samples])
+                for sample, part in zip(samples, parts, strict=True):
+                    if self._wants(sample):
+                        self._append(sample, part.tolist(), step)
 
     def _wants(self, sample: RLSample) -> bool:
         return self._every > 0 and sample.episode_id % self._every == 0
 
-    def _append(self, episode_id: int, line: str) -> None:
+    def _append(self, sample: RLSample, logprobs: list[float], step: int) -> None:
+        turns = sample.response_indices[sample.labels != UNTRAINED].tolist()
+        line = {"step": step, "turns": turns, "logprobs": [round(value, 4) for value in logprobs]}
         try:
             self._folder.mkdir(exist_ok=True)
-            with (self._folder / f"train-{episode_id:07d}.trained.jsonl").open("a") as file:
-                file.write(line + "\n")
+            with (self._folder / f"train-{sample.episode_id:07d}.trained.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
         except OSError as error:
-            _log.warning("cannot write what was trained of episode %d: %s", episode_id, error)
+            _log.warning("cannot write what was trained of episode %d: %s", sample.episode_id, error)

@@ -64,9 +64,18 @@ function setUpChart(figure) {
 // Transcripts.
 
 const MODES = {
-  trained: { name: "trained", legend: "underlined and tinted: trained; grey: the prompt, never trained; plain bold: a reply that is not trained" },
-  advantage: { name: "advantage", legend: "blue, solid line: sampled more often; orange, dashed line: less often; strength by size" },
-  difference: { name: "logprob difference", legend: "trainer's logprob less vLLM's: blue, the trainer finds the token likelier; orange, dashed: less likely; full at 0.5 nats" },
+  trained: {
+    name: "trained",
+    legend: "underlined and tinted: trained; grey: the prompt, never trained; plain bold: a reply that is not trained",
+  },
+  advantage: {
+    name: "advantage",
+    legend: "blue, solid line: sampled more often; orange, dashed line: less often; strength by size",
+  },
+  difference: {
+    name: "logprob difference",
+    legend: "trainer's logprob less vLLM's: blue, likelier to the trainer; orange, dashed: less likely; full at 0.5 nats",
+  },
   version: { name: "policy version", legend: "a colour for each version of the weights, in turn" },
   probability: { name: "probability", legend: "green by the probability with which vLLM sampled the token" },
 };
@@ -78,8 +87,10 @@ function setUpViewer(viewer) {
   let tokens = [], here = -1, mode = "trained", episode = null, isReady = false;
 
   function matches(one) {
-    const tests = { all: true, train: one.kind === "train", eval: one.kind === "eval", won: one.won, notwon: !one.won, trained: one.steps.length > 0 };
-    return tests[filter.value];
+    const isOf = {
+      all: true, train: one.kind === "train", eval: one.kind === "eval", trained: one.steps.length > 0, won: one.won, notwon: !one.won,
+    };
+    return isOf[filter.value];
   }
 
   function fill() {
@@ -149,8 +160,11 @@ function setUpViewer(viewer) {
     if (episode.kind === "eval") return "An evaluation: nothing of it is trained, so it has neither advantages nor trainer's logprobs.";
     if (episode.outcome === "zero_std") return "Not trained: all rewards of its group are alike, which gives no signal.";
     if (episode.outcome === "rejected") return "Not trained: nothing in its group could be.";
-    if (episode.steps.length) return `Trained in optimizer step ${episode.steps.map((step) => step + 1).join(", ")}; the trainer's logprobs are those of its first time.`;
-    if (episode.outcome === "samples") return "The trainer left no logprobs of it: it had not been trained yet, was dropped as too old, or the run recorded none.";
+    if (episode.steps.length) {
+      const steps = episode.steps.map((step) => step + 1).join(", ");
+      return `Trained in optimizer step ${steps}; the trainer's logprobs are those of its first time.`;
+    }
+    if (episode.outcome === "samples") return "The trainer left no logprobs of it: it was not trained yet, or dropped as too old.";
     return "This run recorded neither advantages nor the trainer's logprobs.";
   }
 
@@ -184,10 +198,16 @@ function setUpViewer(viewer) {
       const classes = ["token", token.isReply ? "reply" : "prompt"];
       let share = 0;
       if (token.isTrained) classes.push("trained");
-      if (mode === "trained" && token.isTrained) [share] = [0.25, classes.push("even")];
+      if (mode === "trained" && token.isTrained) {
+        share = 0.25;
+        classes.push("even");
+      }
       if (mode === "advantage" && token.isTrained) share = signed(classes, token.advantage, largest);
       if (mode === "difference" && token.isReply && token.difference !== null) share = signed(classes, token.difference, 0.5);
-      if (mode === "probability" && token.isReply && token.logprob !== null) [share] = [0.75 * Math.exp(token.logprob), classes.push("even")];
+      if (mode === "probability" && token.isReply && token.logprob !== null) {
+        share = 0.75 * Math.exp(token.logprob);
+        classes.push("even");
+      }
       if (mode === "version" && token.isReply && token.version !== null) classes.push(`hue${token.version % HUES}`);
       token.span.className = classes.join(" ");
       token.span.style.setProperty("--share", share.toFixed(3));
@@ -215,8 +235,9 @@ function setUpViewer(viewer) {
     if (shouldScroll) token.span.scrollIntoView({ block: "nearest" });
     const rows = [["text", JSON.stringify(token.text)], ["id", token.id], ["turn", token.turn + 1], ["trained", isTrained(token)]];
     if (token.isReply) {
-      rows.push(["version", token.version], ["advantage", number(token.advantage)], ["vLLM", nats(token.logprob)], ["trainer", nats(token.trainer)]);
-      rows.push(["difference", nats(token.difference)], ["ratio", token.difference === null ? "-" : Math.exp(token.difference).toFixed(3)]);
+      const ratio = token.difference === null ? "-" : Math.exp(token.difference).toFixed(3);
+      rows.push(["version", token.version], ["advantage", number(token.advantage)]);
+      rows.push(["vLLM", nats(token.logprob)], ["trainer", nats(token.trainer)], ["difference", nats(token.difference)], ["ratio", ratio]);
     }
     const list = element("dl");
     for (const [name, text] of rows) list.append(element("dt", "", name), element("dd", "", text === null ? "-" : String(text)));
@@ -260,13 +281,14 @@ function setUpViewer(viewer) {
   picker.addEventListener("change", open);
   find("previous").addEventListener("click", () => turnPage(-1));
   find("next").addEventListener("click", () => turnPage(1));
-  stream.addEventListener("pointerover", (event) => event.target.dataset.index !== undefined && move(Number(event.target.dataset.index), false));
-  stream.addEventListener("click", (event) => event.target.dataset.index !== undefined && move(Number(event.target.dataset.index), false));
+  for (const kind of ["pointerover", "click"]) {
+    stream.addEventListener(kind, ({ target }) => target.dataset.index !== undefined && move(Number(target.dataset.index), false));
+  }
   viewer.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT" || event.target.type === "radio") return;
+    if (event.ctrlKey || event.metaKey || event.altKey || ["SELECT", "INPUT"].includes(event.target.tagName)) return;
     const keys = {
-      ArrowLeft: () => move(here - 1, true), ArrowRight: () => move(here + 1, true), p: () => moveReply(-1), n: () => moveReply(1),
-      j: () => turnPage(1), k: () => turnPage(-1),
+      ArrowLeft: () => move(here - 1, true), ArrowRight: () => move(here + 1, true),
+      p: () => moveReply(-1), n: () => moveReply(1), j: () => turnPage(1), k: () => turnPage(-1),
     };
     Object.keys(MODES).forEach((name, index) => (keys[index + 1] = () => setMode(name)));
     if (event.key in keys) {
