@@ -30,7 +30,7 @@ bash launch.sh --help              this text and all flags
 The environment is .venv beside this file: the GPU stack (requirements.txt) where nvidia-smi lists a GPU, else the CPU
 stack (requirements-cpu.txt). On a GPU machine --placement cpu uses a second one, .venv-cpu. --with-flash-attn builds
 flash-attn too. ACCERL_PYTHON=/path/to/python uses that interpreter as it is and sets nothing up.
-Ctrl+C ends a run cleanly (exit code 130).
+Ctrl+C ends a run cleanly, its state saved (exit code 0); --resume auto with the same --log-dir goes on.
 
 TEXT
 }
@@ -185,7 +185,7 @@ on_stop() {
     stopped_by=$1
 }
 
-# Ends what runs, waits for it (bounded), exits with the signal's code.
+# Ends what runs, waits for it (bounded), exits with 0 if that went well, else with the signal's code.
 leave() {
     local code=143 start=$SECONDS
     [ "$stopped_by" = INT ] && code=130
@@ -199,7 +199,7 @@ leave() {
     start=$SECONDS
     while alive && [ $((SECONDS - start)) -lt "$torchrun_s" ]; do pause; done
     alive && kill -KILL -- "-$child" 2>/dev/null
-    wait "$child" 2>/dev/null
+    wait "$child" 2>/dev/null && [ -n "$run_dir" ] && code=0 # it has saved its state and left by itself
     [ -n "$run_dir" ] && summarize "$code"
     exit "$code"
 }

@@ -230,5 +230,5 @@ def test_a_run_that_is_asked_to_end_ends_and_leaves_nothing(start: Callable[...,
         time.sleep(0.5)
     run.process.send_signal(signal.SIGTERM)  # SIGINT may be ignored: a shell starts what it puts in the background that way
     output, _ = run.process.communicate(timeout=90)
-    assert run.process.returncode == 143, output
+    assert run.process.returncode == 0, output
     assert not [path for path in Path("/dev/shm").iterdir() if run.paths.run_id in path.name]

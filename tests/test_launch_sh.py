@@ -164,16 +164,16 @@ def test_a_refusal_starts_nothing(stub: Path) -> None:
     assert len(calls(stub)) == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_writes_the_stop_file_and_waits_for_the_run(stub: Path, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_writes_the_stop_file_and_waits_for_the_run(stub: Path, number: signal.Signals) -> None:
     run = start_stub(stub, "--seed", "1")
     wait_until((stub / "torchrun.pid").exists)
     run.send_signal(number)
-    assert run.wait(20) == code
+    assert run.wait(20) == 0, "it ended as it was asked to"
     run.stderr.close()
     assert (stub / "run dir/stop").exists()
     assert "TERM" not in calls(stub), "torchrun would cut a clean end short"
-    assert calls(stub)[-1].endswith(f"--exit-code {code}")
+    assert calls(stub)[-1].endswith("--exit-code 0")
 
 
 def test_a_second_signal_hurries(stub: Path) -> None:
@@ -200,7 +200,7 @@ def test_ctrl_c_goes_to_the_process_whose_debugger_has_the_terminal(stub: Path) 
     assert not (stub / "run dir/stop").exists()
     (stub / "run dir/debugger.pid").unlink()
     run.send_signal(signal.SIGTERM)
-    assert run.wait(20) == 143
+    assert run.wait(20) == 0
     run.stderr.close()
 
 

@@ -45,8 +45,9 @@ class Launcher:
     a dead parent  launch.sh's death is the supervisor's business; if this process dies, torchrun is killed with it
     """
 
-    def __init__(self, paths: RunPaths, flags: list[str]) -> None:
-        self._paths, self._flags = paths, flags
+    def __init__(self, paths: RunPaths, flags: list[str], *, module: str = "accerl_mp.launcher") -> None:
+        self._paths = paths
+        self._words = [*flags, "-m", module, "--run-dir", str(paths.run_dir)]
         self._most = Config.load(paths.args).metrics.max_trainer_restarts
         self._was_signalled = False
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -57,7 +58,7 @@ class Launcher:
         num_restarts = 0
         while True:
             before = announced_in(self._paths.resume)
-            code = self._wait(_start_torchrun(self._paths, self._flags))
+            code = self._wait(_start_torchrun(self._paths, self._words))
             if code == 0 or self._was_signalled or self._paths.stop.exists():
                 return code
             wait_until_over(self._paths)
@@ -111,7 +112,7 @@ def torchrun_flags(num_ranks: int, endpoint: str) -> list[str]:
     return ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--max-restarts", "0", *rendezvous]
 
 
-def _start_torchrun(paths: RunPaths, flags: list[str]) -> int:
+def _start_torchrun(paths: RunPaths, words: list[str]) -> int:
     """Its pid: a fork of this process, which has imported nothing heavy."""
     parent = os.getpid()
     pid = os.fork()
@@ -127,7 +128,7 @@ def _start_torchrun(paths: RunPaths, flags: list[str]) -> int:
     # Python's streams only: the descriptors 1 and 2 stay the terminal, for the ranks.
     sys.stdout = sys.stderr = log_file.open("a", buffering=1)
     os.environ["OMP_NUM_THREADS"] = "1"  # else torchrun warns; ranks choose their own
-    sys.argv = ["torchrun", *flags, "-m", "accerl_mp.launcher", "--run-dir", str(paths.run_dir)]
+    sys.argv = ["torchrun", *words]
     runpy.run_module("accerl_mp.trainer.loopback", run_name="__main__")
     sys.exit(0)
 
