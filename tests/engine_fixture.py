@@ -93,6 +93,11 @@ class InferenceRun:
         self.sync.start_push(version, trainable_only=trainable_only)
         return self.sync.finish_push()
 
+    def restore(self) -> None:
+        """The model as it was at the start, all of it trainable. vLLM has it after the next push."""
+        self.model.load_state_dict(self.first_weights)
+        self.model.requires_grad_(True)
+
     def close(self) -> None:
         """Stop as the supervisor does: ask, wait, kill the session; then take the files away. Once."""
         if self.popen.returncode is not None and not self.paths.board.exists():
@@ -198,9 +203,11 @@ def greedy_of(model: torch.nn.Module, prompt: list[int], num_tokens: int) -> lis
 
 
 @contextlib.contextmanager
-def start_inference(folder: Path, *, tied: bool = True, seed: int = 0, **settings: Any) -> Iterator[InferenceRun]:
+def start_inference(
+    folder: Path, *, tied: bool = True, seed: int = 0, program: Path | None = None, **settings: Any
+) -> Iterator[InferenceRun]:
     """An inference process with a random Qwen3; stopped at the end of the block."""
-    run = InferenceRun(folder, build_tiny(tied=tied, vocab_size=VOCABULARY, seed=seed), **settings)
+    run = InferenceRun(folder, build_tiny(tied=tied, vocab_size=VOCABULARY, seed=seed), program, **settings)
     try:
         yield run
     finally:

@@ -72,9 +72,9 @@ def logprobs_of_replies(
 class Load(threading.Thread):
     """Keeps requests of random lengths in flight."""
 
-    def __init__(self, run: InferenceRun, num_in_flight: int) -> None:
+    def __init__(self, run: InferenceRun, num_in_flight: int, index: int = 0) -> None:
         super().__init__(daemon=True)
-        self._client = RequestClient(run, "rollout/0")
+        self._client = RequestClient(run, index=index)
         self._num_in_flight = num_in_flight
         self._stopping = threading.Event()
         self._prompts: dict[int, list[int]] = {}

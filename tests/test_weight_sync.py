@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,7 +125,7 @@ def test_a_peer_that_does_not_receive_ends_the_push_and_not_the_gathering() -> N
     outbox.finish()
     assert isinstance(outbox.error, DeadlineExpired)
     assert "--sync-timeout-s" in str(outbox.error)
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 30, "64 puts that each wait would take a minute"
     outbox.give_up()
     outbox._thread.join(10)
     assert not outbox._thread.is_alive(), "the group's own timeout ends the send"
@@ -132,33 +133,37 @@ def test_a_peer_that_does_not_receive_ends_the_push_and_not_the_gathering() -> N
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_process_that_dies_or_stops_in_the_middle_ends_the_send(signal_number: int) -> None:
-    timeout_s = 3.0
+    timeout_s = 5.0
     store, port = open_store(2, 30)
     address = f"GroupAddress(backend='gloo', port={port}, world_size=2, timeout_s=30)"
     code = f"""
 import torch
 from accerl_mp.weight_sync.group import GroupAddress, join_group
+print("imported", flush=True)
 group = join_group({address}, 1, torch.device("cpu"))
 buffer = torch.empty(1 << 20, dtype=torch.uint8)
 while True:
     group.receive(buffer)
 """
-    peer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent.parent)
+    peer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE)
     try:
+        assert peer.stdout is not None
+        assert peer.stdout.readline() == b"imported\n"  # that takes long where the machine is busy
         group = join_group(GroupAddress(backend="gloo", port=port, world_size=2, timeout_s=timeout_s), 0, CPU, store)
         outbox = _outbox(group, 1 << 40, 1 << 20)
         outbox.put(torch.zeros(8 << 20, dtype=torch.uint8))
         peer.send_signal(signal_number)
         start = time.monotonic()
         outbox.put(torch.zeros(256 << 20, dtype=torch.uint8))
-        wait_until(lambda: outbox.error is not None, 10)
-        assert time.monotonic() - start < timeout_s + 3
+        wait_until(lambda: outbox.error is not None, 60)
+        assert time.monotonic() - start < timeout_s + 30, "by the group's timeout, not by the test's"
         assert "sending weights failed" in str(outbox.error)
         outbox.give_up()
-        outbox._thread.join(5)
+        outbox._thread.join(30)
     finally:
         peer.kill()
         peer.wait()
+        peer.stdout.close()
 
 
 def test_which_failures_begin_a_push_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +190,16 @@ def test_manifest_tells_what_the_iterator_gives() -> None:
     model = build_tiny(tied=True)
     given = [(name, tuple(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in iter_weights(model, trainable_only=False, dtype=None)]
     assert given == [tuple(entry) for entry in manifest(model, trainable_only=False, dtype=None)]
+
+
+@pytest.fixture(autouse=True)
+def restored(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests share the engine: each leaves the weights that it has found."""
+    yield
+    if "engine" in request.fixturenames:
+        run: InferenceRun = request.getfixturevalue("engine")
+        run.restore()
+        run.push(run.sync._version + 1)
 
 
 @pytest.mark.vllm
@@ -231,7 +246,8 @@ def test_untied_from_the_first_request_to_the_death_of_the_worker(tmp_path: Path
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_drained_replies_go_on_with_the_new_weights_and_a_killed_front_takes_vllm_along(tmp_path: Path) -> None:
-    with start_inference(tmp_path, sync_mode="drain") as run:
+    """Without staging: weights go straight into the model, a message at a time."""
+    with start_inference(tmp_path, sync_mode="drain", sync_staging="off") as run:
         run.connect()
         push_under_load(run, "", num_pushes=5)
         children = psutil.Process(run.popen.pid).children(recursive=True)
@@ -246,7 +262,7 @@ def _assert_death_ends_the_push(run: InferenceRun) -> None:
     start = time.monotonic()
     with died_early(run), pytest.raises(PeerLost, match="inference/0"):  # here, nobody starts it again
         run.push(9)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 100
     run.popen.wait(20)
     assert run.popen.returncode == 1, run.log[-3000:]
     wait_until(lambda: not _is_running(worker) and not _is_running(engine_core))
@@ -261,7 +277,6 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("mended")
 def test_two_ranks_push_a_sharded_model(engine: InferenceRun, client: RequestClient, tmp_path: Path) -> None:  # noqa: F811
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_run_rank, args=(rank, engine.paths.run_dir, tmp_path / "store")) for rank in range(2)]
@@ -273,6 +288,9 @@ def test_two_ranks_push_a_sharded_model(engine: InferenceRun, client: RequestCli
     model = build_tiny(seed=5)
     prompt = prompt_of(555)
     assert client.ask(prompt, max_tokens=12, temperature=0.0)["ids"].tolist() == greedy_of(model, prompt, 12)
+    engine.sync.close()
+    engine.connect()
+    engine.sync._version = 1001  # numbers go on from there
 
 
 def _run_rank(rank: int, run_dir: Path, store: Path) -> None:

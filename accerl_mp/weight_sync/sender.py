@@ -29,6 +29,7 @@ from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncErr
 from accerl_mp.weight_sync.replicas import Replicas
 from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, probe_ids
 
+_CLOSE_S = 5.0
 _FLAG, _START_FLAG = "--sync-timeout-s", "--inference-start-timeout-s"
 _FAILED, _DONE, _DONE_ANEW, _AGAIN = 0, 1, 2, 3
 """What rank 0 tells the others. _DONE_ANEW: there is a new group, which needs all weights. _AGAIN: the push broke and begins again."""
@@ -148,8 +149,13 @@ class WeightSync:
         return self._report
 
     def close(self) -> None:
-        """Leave the group and the control channel. Waits for nothing."""
+        """Leave the group and the control channel.
+
+        waits for      a push that is under way to notice that the run ends, some milliseconds, at most 5 s
+        """
         self._leave()
+        if self._swapping is not None:
+            self._swapping.join(_CLOSE_S)
         if self._replicas is not None:
             self._replicas.close()
 
