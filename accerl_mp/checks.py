@@ -28,7 +28,7 @@ _COLLECTIVE_TIMEOUT_S = 1800
 
 def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None) -> list[str]:
     """Every problem of a resolved Config, in the order of its groups; empty when it can run."""
-    rules = [_bounds, _model, _games, _algorithm, _batch, _replay, _deterministic, _processes, _inference, _folders]
+    rules = [_bounds, _model, _games, _algorithm, _batch, _replay, _deterministic, _processes, _inference, _sync, _folders]
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _gpus(config, num_gpus)
     if shm_free_bytes is not None:
@@ -282,6 +282,21 @@ def _inference(config: Config) -> Iterator[str]:
         yield f"--gpu-memory-utilization must be in (0, 1), got {inference.gpu_memory_utilization}"
     if inference.enable_expert_parallel and inference.infer_tp_size == 1:
         yield "--enable-expert-parallel spreads experts over --infer-tp-size GPUs, which is 1: leave it out"
+
+
+def _sync(config: Config) -> Iterator[str]:
+    sync = config.sync
+    if sync.sync_swap in ("plain", "captured") and config.run.placement == "cpu":
+        yield (
+            f"--sync-swap {sync.sync_swap} with --placement cpu: vLLM's CPU kernels pack their weights, a plain copy would not reach "
+            "them; use layerwise"
+        )
+    elif sync.sync_swap == "captured" and sync.sync_staging == "off":
+        yield "--sync-swap captured with --sync-staging off: there is no staging memory to copy from; use plain or layerwise"
+    if sync.sync_pause == "off":
+        for name, value in (("sync_mode", "drain"), ("kv_on_sync", "recompute"), ("sync_staging", "off")):
+            if getattr(sync, name) == value:
+                yield f"--sync-pause off with {option_of(name)} {value}, which needs vLLM to stand still; leave it at auto"
 
 
 def _folders(config: Config) -> Iterator[str]:

@@ -10,8 +10,10 @@ rollouts. The first and the last push of each variant are verified by checksums 
 
 import argparse
 import dataclasses
+import faulthandler
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from accerl_mp.config import Config, resolve
 from accerl_mp.launcher.environment import gpu_plan, rank_environment, role_environment, vllm_sockets
@@ -79,7 +82,10 @@ def main() -> None:
     parser.add_argument("--placement", choices=["cpu", "colocated", "dedicated"], default="cpu")
     parser.add_argument("--model", default="smollm2-135m", help=f"one of {', '.join(MODELS)}")
     parser.add_argument(
-        "--variants", nargs="+", metavar="STAGING/SWAP/PAUSE[/last_layer]", help="default: what the placement can, e.g. on/captured/off"
+        "--variants",
+        nargs="+",
+        metavar="STAGING/SWAP/PAUSE[/last_layer][xN]",
+        help="N: pushes instead of --repeats; default: what the placement can, e.g. on/captured/off",
     )
     parser.add_argument("--requests", type=int, default=0, help="in flight (default: 4 on CPU, 64 on GPU)")
     parser.add_argument("--tokens", type=int, default=0, help="of a reply (default: 200 on CPU, 400 on GPU)")
@@ -89,6 +95,7 @@ def main() -> None:
     parser.add_argument("--pause-between-s", type=float, default=0.3, help="between two pushes")
     parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--limit-s", type=float, default=0.0, help="begin no further variant after this many seconds")
+    parser.add_argument("--start-when", type=Path, help="start vLLM at once, but measure only once this file is there")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs in vLLM")
     args = parse(parser)
     _fill_defaults(args)
@@ -104,12 +111,19 @@ def main() -> None:
 
 def _measure(args: argparse.Namespace, config: Config, plan: GpuPlan, base: dict[str, str], result: Result) -> None:
     start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to stop"))  # through the with block, which ends vLLM
     with Bench(args, config, plan, base) as bench:
-        for text in args.variants:
-            if args.limit_s and time.monotonic() - start > args.limit_s:
-                result.note(f"{text} and those after it were left out: --limit-s {args.limit_s:g}")
-                break
-            bench.measure(_variant(text))
+        try:
+            while args.start_when and not args.start_when.exists():
+                time.sleep(0.1)
+            for text in args.variants:
+                if args.limit_s and time.monotonic() - start > args.limit_s:
+                    result.note(f"{text} and those after it were left out: --limit-s {args.limit_s:g}")
+                    break
+                bench.measure(*_variant(text, args.repeats))
+        except SystemExit as error:  # what was measured counts
+            bench.show_stacks()
+            result.note(f"cut short: {error}")
         bench.stop()
         bench.report(result)
 
@@ -127,9 +141,11 @@ def _fill_defaults(args: argparse.Namespace) -> None:
     args.variants = args.variants or (on_cpu if is_cpu else on_gpu)
 
 
-def _variant(text: str) -> Variant:
+def _variant(text: str, repeats: int) -> tuple[Variant, int]:
+    """(what it is, its number of pushes)."""
+    text, _, number = text.partition("x")
     staging, swap, pause, *train_mode = text.split("/")
-    return Variant(staging, swap, pause, *train_mode or ["full"])
+    return Variant(staging, swap, pause, *train_mode or ["full"]), int(number or repeats)
 
 
 def _config(args: argparse.Namespace, folder: Path) -> Config:
@@ -143,7 +159,6 @@ def _config(args: argparse.Namespace, folder: Path) -> Config:
         "infer_stop": "",
         "sync_bucket_mb": args.bucket_mb,
         "sync_timeout_s": 60.0,
-        "verify_sync": args.repeats + 2,  # the first, and the last after one warm-up and the repeats
         "enforce_eager": args.eager,
     }
     return resolve(Config.from_flat(values), num_gpus=num_gpus, log_dir=str(folder / "run"))
@@ -179,10 +194,14 @@ class Bench:
         with suppress(FileNotFoundError):
             self.paths.sockets.rmdir()
 
-    def measure(self, variant: Variant) -> None:
+    def measure(self, variant: Variant, repeats: int) -> None:
         """Idle, then the pushes, all under load."""
         config = self._config.replace(
-            sync_staging=variant.staging, sync_swap=variant.swap, sync_pause=variant.pause, train_mode=variant.train_mode
+            sync_staging=variant.staging,
+            sync_swap=variant.swap,
+            sync_pause=variant.pause,
+            train_mode=variant.train_mode,
+            verify_sync=repeats + 2,  # the first, and the last after one warm-up and the repeats
         )
         config.save(self.paths.args)
         with self._connected(config) as sync:
@@ -192,7 +211,7 @@ class Bench:
                 start = time.monotonic()
                 time.sleep(self._args.idle_s)
                 self._idle.append((variant, start, time.monotonic()))
-                for repeat in range(-1, self._args.repeats):
+                for repeat in range(-1, repeats):
                     at, report = self._push(sync, trainable_only=True)
                     if repeat >= 0:
                         self._pushes.append((variant, at, report))
@@ -236,18 +255,33 @@ class Bench:
         rows = np.load(self.paths.run_dir / TOKENS_FILE)
         for variant, idle_start, idle_end in self._idle:
             pushes = [(at, report) for other, at, report in self._pushes if other == variant]
+            if not pushes:
+                continue
             _report(result, variant, rows, _between(rows, idle_start, idle_end), idle_end - idle_start, pushes)
+        best = [m for m in result._measures if m["name"].startswith("gap between tokens, longest")][:1]
+        if best and self._args.model == "qwen3-0.75b":
+            result.target("longest gap between tokens around a push, p50 in ms", best[0]["median"], at_most=5.0)
+            result.target("longest gap between tokens around a push, p95 in ms", best[0]["p95"], at_most=10.0)
         if self._args.placement == "cpu" and (shares := [m for m in result._measures if m["name"] == "rate on the wire / idle"]):
             result.target("generation on the wire, share of idle, staging on", shares[0]["median"], at_least=0.7)
 
+    def show_stacks(self) -> None:
+        """Of this process and of vLLM's, on stderr; the inference process writes its own into its log."""
+        faulthandler.dump_traceback(all_threads=True)
+        with suppress(ProcessLookupError):
+            for child in [self._popen.pid, *(c.pid for c in psutil.Process(self._popen.pid).children(recursive=True))]:
+                os.kill(child, signal.SIGUSR1)
+        time.sleep(1.0)
+        print(self.paths.log("inference", 0).read_text()[-6000:], file=sys.stderr, flush=True)
+
     def stop(self) -> None:
-        """End the inference process: asked, then killed."""
+        """End the inference process and all below it: asked, then killed."""
         self._popen.terminate()
-        try:
-            self._popen.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._popen.pid, 9)
-            self._popen.wait()
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(15)
+        with suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
 
     def _start(self, plan: GpuPlan, base: dict[str, str]) -> subprocess.Popen:
         sockets.make_folder(self.paths)
@@ -315,9 +349,10 @@ def _report(result: Result, variant: Variant, rows: np.ndarray, idle: np.ndarray
     result.add("gap between tokens, ordinary", 1e3 * idle[:, 2], "ms", "lower", **labels)
     gaps, shares, tokens = [], [], []
     for at, report in pushes:
-        swap_s = report.pause_s + report.load_s + report.resume_s
-        wire = _between(rows, at, at + report.seconds - (swap_s if variant.staging == "on" else 0.0))
-        wire_s = report.seconds - (swap_s if variant.staging == "on" else 0.0)
+        # Without staging it stands from before the first byte on.
+        wire_s = report.seconds - report.pause_s - report.load_s - report.resume_s if variant.staging == "on" else report.standstill_s
+        start = at if variant.staging == "on" else at + report.seconds - wire_s
+        wire = _between(rows, start, start + wire_s)
         gaps.append(1e3 * _between(rows, at, at + report.seconds + 0.5)[:, 2].max())
         shares.append(wire[:, 1].sum() / wire_s / rate)
         tokens.append(_between(rows, at, at + report.seconds)[:, 1].sum())

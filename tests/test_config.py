@@ -92,6 +92,13 @@ def test_an_unknown_setting_in_a_file_is_named() -> None:
         Config.from_flat({"num_rollouts": 3})
 
 
+def test_a_captured_copy_needs_staging(folders: dict[str, Any]) -> None:
+    gpu = {"placement": "dedicated", "sync_swap": "captured", "sync_staging": "off"}
+    config = resolve(Config.from_flat(folders | gpu), num_gpus=4, log_dir="unused")
+    problems = checks.check(config, num_gpus=4)
+    assert ["no staging memory to copy from" in problem for problem in problems].count(True) == 1, problems
+
+
 def test_flags_behind_a_file_override_it(tmp_path: Path) -> None:
     (tmp_path / "small.args").write_text("# a comment\n--model-path $MODEL_PATH\n--max-steps 5  # five\n--checkpoint-name ''\n")
     config = parse([f"@{tmp_path}/small.args", "--max-steps", "6"], environ={"MODEL_PATH": "/models/a b"})
@@ -196,6 +203,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"eval_every_rounds": 5}, "--eval-every-rounds 5 needs --eval-game-dir"),
     ({"eval_game_dir": "/no/such"}, "--eval-game-dir /no/such: no such folder"),
     ({"checkpoint_every_sync_rounds": 5}, "needs --save-checkpoint"),
+    ({"sync_swap": "captured"}, "--sync-swap captured with --placement cpu: vLLM's CPU kernels pack their weights"),
+    ({"sync_pause": "off", "sync_mode": "drain"}, "--sync-pause off with --sync-mode drain, which needs vLLM to stand still"),
+    ({"sync_pause": "off", "sync_staging": "off"}, "--sync-pause off with --sync-staging off"),
+    ({"sync_pause": "off", "kv_on_sync": "recompute"}, "--sync-pause off with --kv-on-sync recompute"),
     ({"placement": "dedicated", "fsdp_world_size": 3, "num_rollout_workers": 3}, "needs 4 GPUs (--fsdp-world-size 3 + --infer-size 1 x"),
     ({"placement": "colocated", "fsdp_world_size": 1}, "--placement colocated needs a GPU"),
     ({"placement": "colocated", "fsdp_world_size": 2}, "--placement colocated is one trainer rank and one engine on one GPU"),

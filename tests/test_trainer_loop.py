@@ -43,6 +43,7 @@ class RecordingSync:
         self._file = (process.paths.run_dir / f"calls-{rank}.txt").open("a")
         self._board, self._forced_logprobs = process.board, forced_logprobs
         self._version = -1
+        self.is_to_be_verified = process.config.sync.verify_sync > 0
         self._started_again = process.paths.run_dir / "inference-started-again" if rank == 0 else None
 
     def connect(self) -> None:
@@ -50,6 +51,9 @@ class RecordingSync:
 
     def has_new_replica(self) -> bool:
         return self._started_again is not None and self._started_again.exists()
+
+    def has_ended(self) -> bool:
+        return False
 
     def start_push(self, version: int, *, trainable_only: bool) -> None:
         self._version = version
@@ -59,7 +63,7 @@ class RecordingSync:
         assert np.isfinite(self._forced_logprobs([5, 6, 7])).all()
         if self._started_again is not None:
             self._started_again.unlink(missing_ok=True)
-        self._note(f"finish {self._version}")
+        self._note(f"finish {self._version}" + ("" if self.is_to_be_verified else f" at step {self._board.get('optimizer_step')}"))
         return PushReport(version=self._version, seconds=0.5, standstill_s=0.25, num_bytes=1 << 20, verified=True)
 
     def close(self) -> None:
@@ -223,6 +227,14 @@ def test_rounds_pushes_evaluations_and_exports_come_in_order(make_run: Any, tmp_
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", export))
     assert set(before) == set(after)
     assert all((before[name] != after[name]).any() for name in before)
+
+
+def test_a_push_that_is_not_verified_goes_on_beside_the_next_round(make_run: Any) -> None:
+    run = make_run(verify_sync=0)
+    run.train()
+    later = ["start 1 trainable at step 2", "finish 1 at step 4", "start 2 trainable at step 4", "finish 2 at step 6"]
+    assert run.calls()[3:] == [*later, "start 3 trainable at step 6", "finish 3 at step 6", "close"]
+    assert run.board.get("policy_version") == 3
 
 
 def _check_values(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""vLLM in process: token ids in, token ids out. The front half of everything that differs between vLLM 0.24 and 0.32.
+"""vLLM in process: token ids in, token ids out. What differs between vLLM 0.24 and 0.32 is listed in weight_sync/receiver.py.
 
 The engine's loop and its workers are processes of their own; what is here is vLLM's asynchronous front. It must be started from
 the main thread: its processes die with the thread that started them.
@@ -7,7 +7,6 @@ the main thread: its processes die with the thread that started them.
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -22,9 +21,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from accerl_mp.config import Config
-
-OLDEST, NEWEST = (0, 24), (0, 32)
-"""vLLM versions this file and weight_sync/receiver.py were written for."""
+from accerl_mp.inference.order import OutputOrder
+from accerl_mp.inference.supported import warning_of
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BLOCK_SIZE = 32
@@ -73,7 +71,8 @@ class Engine:
 
         load_format: "dummy" for weights that a push will bring, "auto" for those of the model's folder
         """
-        _warn_of_other_versions()
+        if warning := warning_of(vllm.__version__):
+            _log.warning(warning)
         start = time.monotonic()
         arguments = engine_arguments(config, replica) | {"load_format": load_format}
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -183,60 +182,6 @@ class Engine:
             raise EngineError(f"token ids must be below {self._vocab_size} and not negative, got {min(ids)} to {max(ids)}")
 
 
-class OutputOrder:
-    """Puts what the engine's loop sends on one side or the other of a moment: outputs carry the time at which they were made.
-
-    Sits between vLLM's queue of outputs and the task that hands them to their requests.
-    """
-
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
-        self._queue = llm.engine_core.outputs_queue
-        self._take = llm.engine_core.get_output_async
-        self._limit = math.inf
-        """Outputs that were made later wait."""
-        self._moved = asyncio.Event()
-        self._is_blocked = False
-        llm.engine_core.get_output_async = self._get
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """No output passes inside the block, but for those of `let_through`."""
-        self._move(-math.inf)
-        try:
-            yield
-        finally:
-            self._move(math.inf)
-
-    async def let_through(self, until: float) -> None:
-        """Return when every output made up to `until` (time.monotonic) has reached its request.
-
-        Outputs and answers of calls share one socket: after a call that was made later than `until`, they are all in the queue.
-        """
-        self._move(until)
-        if self._llm.output_handler is None:
-            return  # it starts with the first request
-        # The output handler, the only reader, waits for the queue only after it has dealt with all it took.
-        while not self._llm.errored and not self._is_blocked and (self._queue.qsize() or not self._queue._getters):
-            await asyncio.sleep(0)
-        # The tasks that it woke stand ahead of this one in the loop: let them take their outputs.
-        await asyncio.sleep(0)
-
-    async def _get(self) -> Any:
-        outputs = await self._take()
-        while outputs.timestamp > self._limit:
-            self._is_blocked = True
-            await self._moved.wait()
-        self._is_blocked = False
-        return outputs
-
-    def _move(self, limit: float) -> None:
-        self._limit = limit
-        self._is_blocked = False  # until it has looked at the new limit
-        self._moved.set()
-        self._moved = asyncio.Event()
-
-
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
     """vLLM's own errors as EngineError."""
@@ -276,9 +221,3 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
     if inference.kv_cache_gib:  # vLLM then measures nothing, which a trainer on the same card would disturb
         arguments["kv_cache_memory_bytes"] = int(inference.kv_cache_gib * 2**30)
     return arguments | {"gpu_memory_utilization": inference.gpu_memory_utilization}
-
-
-def _warn_of_other_versions() -> None:
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-    if not OLDEST <= version <= NEWEST:
-        _log.warning("vLLM %s is not among those this was written for (0.24 to 0.32): weight pushes may fail", vllm.__version__)

@@ -171,7 +171,7 @@ _ROWS: tuple[Tag, ...] = (
     Tag("Infer/PrefixCacheHitRate", "share", "ratio", "inference", "event", "prompt tokens found in the prefix cache"),
     Tag("Infer/AbortedReplies", "requests", "sum", "inference", "event", "requests cut short, to be submitted again"),
     Tag("Infer/FailedRequests", "requests", "sum", "inference", "event", "requests answered with an error"),
-    Tag("Sync/ElapsedSeconds", "s", "mean", "trainer/0", "always", "pause to resume of a push: how long generation stood still"),
+    Tag("Sync/ElapsedSeconds", "s", "mean", "trainer/0", "always", "pause to resume of a push; without a pause: the load alone"),
     Tag("Sync/PushSeconds", "s", "mean", "trainer/0", "always", "a whole push, most of which overlaps generation"),
     Tag("Sync/PushMiB", "MiB", "mean", "trainer/0", "event", "weights of a push"),
     Tag("Sync/VerifiedPushes", "pushes", "sum", "trainer/0", "event", "pushes checked by --verify-sync, and right"),

@@ -20,6 +20,10 @@ class Aside:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
+    def join(self, timeout_s: float) -> None:
+        """Wait for its end, at most this long."""
+        self._thread.join(timeout_s)
+
     def result(self) -> Any:
         """What the work has returned or raised."""
         if self._error is not None:

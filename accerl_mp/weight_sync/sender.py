@@ -29,6 +29,7 @@ from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncErr
 from accerl_mp.weight_sync.replicas import Replicas
 from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, probe_ids
 
+_CLOSE_S = 5.0
 _FLAG, _START_FLAG = "--sync-timeout-s", "--inference-start-timeout-s"
 _LIBRARY_SHARE = 1.5
 """The group's own timeout over ours: our deadline speaks first, and names who waited for whom."""
@@ -153,8 +154,13 @@ class WeightSync:
         return self._report
 
     def close(self) -> None:
-        """Leave the group and the control channel. Waits for nothing."""
+        """Leave the group and the control channel.
+
+        waits for      a push that is under way to notice that the run ends, some milliseconds, at most 5 s
+        """
         self._leave()
+        if self._swapping is not None:
+            self._swapping.join(_CLOSE_S)
         if self._replicas is not None:
             self._replicas.close()
 
