@@ -164,6 +164,7 @@ def test_warm_start_lowers_the_loss_and_saves_a_model(model_dir: Path, tmp_path:
     load_chat(tmp_path / "out")
 
 
+@pytest.mark.timeout(420)
 def test_smoke_training_runs_on_one_rank_and_on_two(model_dir: Path) -> None:
     flags = ["--model-path", str(model_dir), "--max-steps", "2", "--grad-accum-steps", "1", "--train-mode", "full"]
     flags += ["--learning-rate", "1e-2", "--device", "cpu"]
@@ -174,7 +175,7 @@ def test_smoke_training_runs_on_one_rank_and_on_two(model_dir: Path) -> None:
 
 
 def _sft_losses(flags: list[str]) -> list[float]:
-    done = subprocess.run([sys.executable, "-m", "accerl_mp.tools.sft", *flags], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-m", "accerl_mp.tools.sft", *flags], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     return [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
 
