@@ -18,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
+from accerl_mp.log import DEBUGGER_PID
+
 _CLEAR_LINE = "\r\x1b[K"
 
 STOP_AT = "ACCERL_PDB"
@@ -66,7 +68,7 @@ class TerminalPdb(pdb.Pdb):
         super().__init__(stdin=reader, stdout=writer, nosigint=True)
         self.prompt = f"({name}) "
         self._lock = (run_dir / "debugger.lock").open("a")
-        self._record = run_dir / "debugger.pid"
+        self._record = run_dir / DEBUGGER_PID
         self._hold, self._let_go = hold, let_go
 
     def interaction(self, *args: Any, **kwargs: Any) -> None:

@@ -13,6 +13,11 @@ from accerl_mp.topology import RunPaths
 TERMINAL_FD = "ACCERL_TERMINAL_FD"
 """Environment variable: number of the file descriptor that is the terminal; unset: standard error."""
 
+DEBUGGER_PID = "debugger.pid"
+"""In the run folder: who has the terminal for pdb, as long as it has it."""
+
+_debugger = Path(os.devnull) / DEBUGGER_PID  # never there, until `setup` knows the run folder
+
 _CLEAR_LINE = "\r\x1b[K"
 
 _TALKATIVE = ("launcher", "supervisor")
@@ -23,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 def setup(paths: RunPaths, role: str, index: int, level: str = "info") -> None:
     """Send this process's records to `DIR/logs/role-index.log` and to the terminal. `level`: `[role=]LEVEL,...`."""
+    global _debugger
+    _debugger = paths.run_dir / DEBUGGER_PID
     path = paths.log(role, index)
     path.parent.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()
@@ -65,9 +72,10 @@ def terminal_fd() -> int:
 
 
 def write_terminal(text: str) -> None:
-    """A whole line; on a terminal it takes the place of the line that `rewrite_line` left there."""
+    """A whole line; on a terminal it takes the place of the line that `rewrite_line` left there, but not of a debugger's prompt."""
+    lead = "" if not terminal_can_rewrite() else "\n" if _debugger.exists() else _CLEAR_LINE
     # One write a line: lines of several processes do not mix.
-    _write((_CLEAR_LINE if terminal_can_rewrite() else "") + text + "\n")
+    _write(lead + text + "\n")
 
 
 def terminal_can_rewrite() -> bool:

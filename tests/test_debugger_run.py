@@ -105,3 +105,40 @@ def _debug(run: pexpect.spawn) -> None:
     run.sendline("p self._step")
     run.expect(r"1\r\n")
     run.sendline("c")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_processes_stop_at_their_first_line_one_at_a_time_and_ctrl_c_belongs_to_the_one_that_has_the_terminal(tmp_path: Path) -> None:
+    """A real run whose engine is left to a person who never starts it: no vLLM is needed for this."""
+    make_games(tmp_path / "games")
+    (tmp_path / "accerl_mp").symlink_to(ROOT / "accerl_mp")
+    with (tmp_path / "screen.txt").open("w") as screen:
+        names = {"ACCERL_PDB": "trainer/1,rollout/0", "ACCERL_BY_HAND": "inference/0"}
+        run = spawn(tmp_path, "bash", str(ROOT / "launch.sh"), *FLAGS.split(), **names, PYTHONPATH=str(ROOT))
+        run.logfile_read = screen
+        try:
+            stopped = [_stop_once(run), _stop_once(run)]
+            run.expect("trainer/0 waits for|starting #")
+            run.sendintr()  # nobody has the terminal now: it ends the run
+            run.expect("ends the run")
+            run.expect("The run has stopped on request")
+            run.expect(pexpect.EOF)
+            run.wait()
+        finally:
+            run.close(force=True)
+    assert sorted(stopped) == ["rollout/0", "trainer/1"]
+    assert run.exitstatus == 130, (tmp_path / "screen.txt").read_text()
+
+
+def _stop_once(run: pexpect.spawn) -> str:
+    """Wait for a prompt, look around, and go on; returns whose it was."""
+    run.expect(r"\((trainer/1|rollout/0)\) ")
+    name = run.match.group(1)
+    run.sendline("p process.name, process.config.run.fsdp_world_size")
+    run.expect(rf"\('{name}', 2\)")
+    run.expect(rf"\({name}\) ")
+    run.sendintr()
+    run.expect(rf"\({name}\) ")
+    run.sendline("c")
+    return name

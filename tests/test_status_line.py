@@ -3,6 +3,7 @@
 import os
 import pty
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,9 @@ def test_a_terminal_gets_one_line_that_is_rewritten(
     monkeypatch.setattr(line, "_next", 0.0)
     line.show()
     assert read(terminal[0]) == "", "a debugger has the terminal"
+    monkeypatch.setattr(log, "_debugger", Path(__file__))  # a file that is there, as debugger.pid is
+    log.write_terminal("a warning")
+    assert read(terminal[0]) == "\r\na warning\r\n", "its prompt stays on the screen"
 
 
 def test_a_dumb_terminal_and_a_pipe_get_no_control_characters(
