@@ -31,7 +31,7 @@ FLAGS = ["@accerl_mp/presets/demo.args", "--max-steps", "1000000", "--max-restar
 HANG_S = 15.0
 DISK_MIB, DISK_FULL_S = 64, 12.0
 EVERY_S = 20.0
-RECOVERS_S = 180.0
+RECOVERS_S = 300.0
 """Longest time after a fault until the next optimizer step."""
 
 

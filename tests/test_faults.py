@@ -1,6 +1,7 @@
 """The fault matrix's light half: real rollouts, ingest, stats and supervisor, broken in every way at rest and at work."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -143,8 +144,8 @@ def test_a_poisoned_game(start: Callable[..., LightRun], games_dir: Path, tmp_pa
     books = json.loads((run.paths.run_dir / "books.json").read_text())
     assert books["groups"]["set_aside"] >= 1
     others = [line for line in run.terminal().splitlines() if bad.name in line and line not in named]
-    # A game that hangs is the reason of its process's end, once each time.
-    assert len(others) <= 3 * (cell.event == "hangs"), others
+    # A game that hangs is the reason of its process's end, once each time; the other rollout may be in it at the third.
+    assert len(others) <= 4 * (cell.event == "hangs"), others
 
 
 @pytest.mark.slow
@@ -162,8 +163,11 @@ def test_a_full_disk_costs_files_and_not_the_run(shared: Callable[[], LightRun])
     run = shared()
     folder, before = run.paths.run_dir / "episodes", run.row("rollout/0").num_restarts
     run.wait_for(folder.exists, "transcripts")
-    shutil.rmtree(folder)
-    folder.write_text("no folder")
+    for number in itertools.count():
+        folder.rename(folder.with_name(f"moved-{number}"))
+        with contextlib.suppress(IsADirectoryError):  # a rollout was faster
+            folder.write_text("no folder")
+            break
     run.wait_training(4)
     run.wait_for(lambda: "no transcript of group" in run.log("rollout"), "its words")
     assert run.row("rollout/0").num_restarts == before, run.words()

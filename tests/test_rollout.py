@@ -449,9 +449,13 @@ def test_waiting_side_by_side_counts_once_and_without_the_work_meanwhile() -> No
             with timer.phase("env"):
                 time.sleep(0.1)
 
+        started = time.perf_counter()
         await asyncio.gather(wait(0.3), wait(0.3), wait(0.2), work())
-        return timer.take()
+        return timer.take() | {"all": (time.perf_counter() - started, 1, 0.0)}
 
     phases = asyncio.run(run())
-    assert phases["env"][0] == pytest.approx(0.1, abs=0.05)
-    assert phases["reply"][0] == pytest.approx(0.2, abs=0.08)
+    wall_s, env_s, reply_s = (phases[name][0] for name in ("all", "env", "reply"))
+    assert env_s >= 0.1
+    assert reply_s >= 0.1, "at least what is left of 0.3 s beside the work"
+    # A busy machine stretches each part, but not their sum: counted side by side, or with the work, it would be above the wall time.
+    assert env_s + reply_s <= wall_s

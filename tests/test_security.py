@@ -197,6 +197,16 @@ def work_messages() -> list[list[bytes]]:
     return [[channels.pack_ask(0, [1, 2])], [channels.pack("failed", failed)]]
 
 
+def odd_work() -> list[bytes]:
+    """Of the right form, with contents that no rollout sends."""
+    asks = [
+        {"op": "ask", "worker": worker, "holding": holding} for worker, holding in ((0, [[1]]), (-1, [{"a": 1}]), (2**63, [2**64 - 1, -1]))
+    ]
+    numbers = (-1, 2**63, (1 << 40) + 10**6)
+    failures = [{"op": "failed", "group_id": number, "game_id": number, "reason": "\0" * 1000} for number in numbers]
+    return [*(channels.pack("ask", ask) for ask in asks), *(channels.pack("failed", failure) for failure in failures)]
+
+
 @cache
 def sample_messages() -> list[list[bytes]]:
     header = {"op": "group", "group_id": 1 << 45, "kind": "train", "eval_id": -1, "outcome": "samples", "episodes": [make_record()]}
@@ -229,6 +239,8 @@ def test_no_message_ends_ingest(make_run: Any, seed: int) -> None:  # noqa: F811
         strangers[channel].send_multipart(damaged(message, rng))
     for message in sample_messages():
         strangers[channels.SAMPLES].send_multipart(message)
+    for message in odd_work():
+        strangers[channels.WORK].send(message)
     trainer = Trainer(run)
     wait_until(lambda: (trainer.turn(), trainer.step >= 8)[1])
     wait_until(lambda: run.board.get("eval_done") == 1)
