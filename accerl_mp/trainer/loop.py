@@ -20,6 +20,7 @@ from accerl_mp.trainer.recording import RecordedStep, Recorder
 from accerl_mp.trainer.replay import Replay, StepSamples
 from accerl_mp.trainer.sharded import Reference, build_sharded
 from accerl_mp.trainer.step import LocalTotals, Stepper
+from accerl_mp.trainer.warmup import warm_up
 from accerl_mp.transport.channels import MetricsSender
 from accerl_mp.transport.errors import Closed
 from accerl_mp.transport.process import Process
@@ -83,6 +84,7 @@ class Trainer:
 
     def run(self) -> None:
         """Push, evaluate, train, and at the end push, evaluate, export."""
+        warm_up(self._model, self._config, self._ranks)
         self._sync.connect()
         self._start_push()
         self._finish_push()
