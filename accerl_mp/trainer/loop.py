@@ -26,6 +26,7 @@ from accerl_mp.trainer.saving import Content, Saver
 from accerl_mp.trainer.sharded import Reference, build_sharded
 from accerl_mp.trainer.state import Progress, copied, load_tensors, tensors_of
 from accerl_mp.trainer.step import LocalTotals, Stepper
+from accerl_mp.trainer.warmup import warm_up
 from accerl_mp.trainer.witness import Witness
 from accerl_mp.transport.channels import MetricsSender
 from accerl_mp.transport.errors import Closed
@@ -98,6 +99,7 @@ class Trainer:
 
     def run(self) -> None:
         """Push, evaluate, train, and at the end push, evaluate, export."""
+        warm_up(self._model, self._config, self._ranks)
         self._sync.connect()
         self._start_push()
         self._finish_push()
