@@ -1,4 +1,10 @@
-"""The sentence a round, on situations that were recorded from real runs with settings that bind one part (`situations/`)."""
+"""The sentence a round, on situations that were recorded from real runs (`situations/`, made by `record_situation.py`).
+
+trainer-bound     every sample may be reused without limit
+sync-bound        small steps with a push after each, an engine that takes one request at a time
+generation-bound  the same engine with a push every third step; the last two rounds
+env-bound         the last ten rounds of a longer demo run: most groups are won, give no signal, and more have to be played
+"""
 
 import collections
 import json
