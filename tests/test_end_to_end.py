@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from accerl_mp.config import Config
 from accerl_mp.stats import tags
+from accerl_mp.tools.run_folder import RunFolder
 from accerl_mp.topology import RunPaths
 from tests.games_fixture import make_games
 from tests.tiny import save_tiny
@@ -133,8 +134,27 @@ def _check_metrics(run: Run) -> None:
     assert all(math.isfinite(value) for line in run.metrics for value in line.values())
     events = EventAccumulator(str(run.folder)).Reload()
     assert tags.expected(run.config) - set(events.Tags()["scalars"]) == set()
+    assert set(events.Tags()["histograms"]) == set(tags.HISTOGRAMS)
+    assert {"run/flags", "Episodes/train", "Episodes/eval"} <= set(events.Tags()["tensors"])
     assert len(set(run.values("Train/Loss"))) > 1
     assert len(set(run.values("Train/LearningRate"))) > 1
+
+
+def _check_transcripts(run: Run) -> None:
+    """Token by token: what the trainer made of a token of its own version is what vLLM had sampled it with."""
+    num_compared, folder = 0, RunFolder(run.folder)
+    for name in folder.transcript_names():
+        transcript = folder.transcript(name)
+        assert transcript
+        for line in transcript["trained"]:
+            sampled = {number: turn for number, turn in enumerate(transcript["turns"]) if turn["advantages"] is not None}
+            columns = [[value for turn in sampled.values() for value in turn[field]] for field in ("logprobs", "versions")]
+            assert line["turns"] == [number for number, turn in sampled.items() for _ in turn["ids"]]
+            for trainer, vllm, version in zip(line["logprobs"], *columns, strict=True):
+                if version == line["step"]:  # a push after every step
+                    num_compared += 1
+                    assert abs(trainer - vllm) < 2e-3
+    assert num_compared > 20
 
 
 def _check_finished(run: Run) -> None:
@@ -164,6 +184,7 @@ def test_two_runs_side_by_side_with_both_algorithms_and_packings(start: Callable
         _check_finished(run)
     # vLLM's logprobs are those of the trainer's weights, over whole real episodes: proves transcript, alignment and masks at once.
     assert max(llama.values("KL/TrainerInferK3")) < 1e-6
+    _check_transcripts(llama)
     # Here an episode keeps the KV of the weights that it began with, so only the first step's tokens are exact.
     assert demo.values("KL/TrainerInferK3")[0] < 1e-6
     assert max(demo.values("KL/TrainerInferK3")) < 1e-2

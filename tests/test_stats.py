@@ -538,8 +538,12 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
             "admission-bound: trainer waited 40 %, rollouts waited 66 % for work; raise --max-policy-lag",
         ),
         (
-            Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66, has_lag_limit=False),
+            Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66, has_lag_limit=False, ring_fill=0.9),
             "admission-bound: trainer waited 40 %, rollouts waited 66 % for work; raise --replay-capacity",
+        ),
+        (
+            Situation(trainer_wait=0.72, rollout_reply=0.43, rollout_work=0.51, has_lag_limit=False, ring_fill=0.18),
+            "generation-bound: trainer waited 72 %; raise --infer-size",
         ),
         (
             Situation(trainer_wait=0.67, rollout_reply=0.2, rollout_own=0.49, rollout_work=0.24),

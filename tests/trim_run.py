@@ -1,6 +1,6 @@
 """Make `tests/finished_run/` from a finished run: real files, short and without the machine's paths.
 
-    bash launch.sh @accerl_mp/presets/demo.args --max-steps 4 --transcripts-every 4 --log-dir runs/demo
+    bash launch.sh @accerl_mp/presets/demo.args --max-steps 4 --eval-episodes-per-game 1 --transcripts-every 4 --log-dir runs/demo
     python tests/trim_run.py runs/demo
 
 Kept: settings, metrics, status, the supervisor's log, the evaluations' first games, the shortest transcripts (two that were trained,

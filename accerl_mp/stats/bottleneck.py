@@ -8,6 +8,9 @@ from accerl_mp.config import Config
 IS_MUCH = 0.25
 """Share of the trainer's time from which waiting or pushing is worth a word."""
 
+IS_FULL = 0.5
+"""Fill of the rings from which they may have no room for one more group."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
@@ -28,6 +31,8 @@ class Situation:
     placement: str = "dedicated"
     is_synchronous: bool = False
     has_lag_limit: bool = True
+    ring_fill: float = 0.0
+    """Of the trainer's rings, 0 to 1."""
 
 
 def situation(values: Mapping[str, float], config: Config) -> Situation:
@@ -42,6 +47,7 @@ def situation(values: Mapping[str, float], config: Config) -> Situation:
         placement=config.run.placement,
         is_synchronous=config.run.synchronous,
         has_lag_limit=config.replay.max_policy_lag > 0,
+        ring_fill=values.get("Replay/FillRatio", 0.0),
     )
 
 
@@ -69,12 +75,14 @@ def bottleneck(now: Situation) -> str:
 def _sample_bound(now: Situation, waited: str) -> str:
     """The trainer waits for samples: because of what its rollouts do most of their time."""
     lag_flag = " or --max-policy-lag" if now.has_lag_limit else ""
-    most = max(now.rollout_own, now.rollout_reply, now.rollout_work)
+    # Without a lag limit only full rings hold groups back; at the end of a run there is nothing left to play.
+    held_back = now.rollout_work if now.has_lag_limit or now.ring_fill >= IS_FULL else 0.0
+    most = max(now.rollout_own, now.rollout_reply, held_back)
     if most == 0:  # a short round: rollouts report every few seconds
         return f"rollout-bound: {waited}, rollouts have not said for what; raise --num-rollout-workers or --infer-size"
     if now.rollout_own == most:
         return f"env-bound: {waited}, rollouts spent {_percent(most)} in game steps and prompts; raise --num-rollout-workers"
-    if now.rollout_work == most:
+    if held_back == most:
         flag = "--max-policy-lag" if now.has_lag_limit else "--replay-capacity"
         return f"admission-bound: {waited}, rollouts waited {_percent(most)} for work; raise {flag}"
     flag = "--rollout-batch-size" if now.placement == "colocated" else "--infer-size"
