@@ -35,6 +35,7 @@ from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import Health
 from accerl_mp.transport.saved_ring import RingCut
 
+pytestmark = pytest.mark.timeout(300)
 SETTINGS: dict[str, Any] = {
     "fsdp_world_size": 2, "learning_rate": 3e-3, "lr_warmup_steps": 2, "max_steps": 8, "sync_every_optimizer_steps": 1,
     "resume_every_rounds": 2, "deterministic": True,

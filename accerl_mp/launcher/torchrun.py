@@ -59,7 +59,7 @@ class Launcher:
         while True:
             before = announced_in(self._paths.resume)
             code = self._wait(_start_torchrun(self._paths, self._words))
-            if code == 0 or self._was_signalled or self._paths.stop.exists():
+            if code == 0 or self._is_asked_to_end:
                 return code
             wait_until_over(self._paths)
             lost = PeerLost.load(self._paths.run_dir / FAILURE_FILE)
@@ -71,6 +71,12 @@ class Launcher:
                 return code
             num_restarts += 1
             self._prepare_restart(lost, num_restarts)
+            if self._is_asked_to_end:
+                return code
+
+    @property
+    def _is_asked_to_end(self) -> bool:
+        return self._was_signalled or self._paths.stop.exists()
 
     def _prepare_restart(self, lost: PeerLost, num_restarts: int) -> None:
         start, damaged = plan_restart(self._paths, num_restarts=num_restarts)

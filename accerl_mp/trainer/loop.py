@@ -110,6 +110,7 @@ class Trainer:
             self._ask_evaluation()
         while not self._is_over():
             self._run_round()
+        self._saver.finish()
         self._save()  # before the rings are emptied: a later start with more --max-steps goes on from here
         self._finish_push()
         self._ask_evaluation()
@@ -152,7 +153,8 @@ class Trainer:
         load_tensors(self._model, self._stepper.optimizer, saved.folder, self._saver.group)
         fields = [rank_fields(saved.rank_file(rank)) for rank in range(saved.num_ranks)]
         self._step, self._round = progress.step, progress.round
-        self._saver.saved_step = progress.step
+        if saved.folder.parent == self._process.paths.resume:  # else this run has no state of its own yet
+            self._saver.saved_step = progress.step
         self._stepper.num_bad_in_a_row = progress.num_bad_in_a_row
         self._is_evaluation_due = progress.is_evaluating
         is_last = self._ranks.rank == self._ranks.size - 1

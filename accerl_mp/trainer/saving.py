@@ -120,7 +120,7 @@ class Saver:
         try:
             self._save(content)
         except RuntimeError as error:  # the group broke: a rank is gone
-            _log.warning("the state at step %d was not saved: %s", content.progress.step, error)
+            _log.warning("a rank was lost while the state at step %d was saved, it may be missing: %s", content.progress.step, error)
 
     def _save(self, content: Content) -> None:
         started = time.monotonic()
