@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from accerl_mp.config import SyncConfig
-from accerl_mp.inference import engine as real_engine
 from accerl_mp.inference.control import PushControl
 from accerl_mp.inference.front import Reply, RequestFront
 from accerl_mp.inference.order import OutputOrder
@@ -72,8 +71,8 @@ class ScriptedEngine:
     def _deliver(self) -> None:
         for request in self._done:
             if not request["future"].done():
-                answer = real_engine.Generation(request["ids"], request["logprobs"], request["reason"], 0)
-                request["future"].set_result(answer)
+                fields = {"ids": request["ids"], "logprobs": request["logprobs"], "finish_reason": request["reason"]}
+                request["future"].set_result(SimpleNamespace(num_cached_tokens=0, **fields))
         self._done = []
 
     async def pause(self, *, mode: str, clear_cache: bool) -> None:

@@ -92,8 +92,11 @@ def test_a_push_whose_receiver_is_killed_begins_again_with_its_successor(tmp_pat
         assert set(client.ask(prompt)["versions"].tolist()) == {0}
         with torch.no_grad():
             run.model.model.norm.weight.normal_()
+        send, is_killed = run.sync._group.send, threading.Event()
+        run.sync._group.send = lambda buffer: is_killed.wait(60) and send(buffer)  # or the push could be over before
         run.sync.start_push(1, trainable_only=True)
         os.kill(run.popen.pid, signal.SIGKILL)
+        is_killed.set()
         assert not run.sync.has_new_replica(), "it is dead, and nobody else is there yet"
         supervisor.start()
         report = run.sync.finish_push()

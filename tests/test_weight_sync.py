@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -39,7 +39,7 @@ from accerl_mp.transport.errors import DeadlineExpired, PeerLost
 from accerl_mp.transport.health import Health
 from accerl_mp.transport.process import exit_now
 from accerl_mp.weight_sync import patience
-from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, join_group, open_store
+from accerl_mp.weight_sync.group import GroupAddress, IpcGroup, WeightGroup, join_group, open_store
 from accerl_mp.weight_sync.incoming import Staging
 from accerl_mp.weight_sync.layout import checksum, find_runs, iter_messages, plan_layout
 from accerl_mp.weight_sync.outbox import Outbox, make_buffers
@@ -115,6 +115,86 @@ def test_tensors_of_odd_sizes_arrive_as_they_were(bucket_bytes: int, chosen: lis
             assert torch.equal(came[str(index)], tensor)
         elif is_whole:
             assert not came[str(index)].any()
+
+
+class MappedGroup(IpcGroup):
+    """Memory of this process in place of a GPU's, which several processes map; all else is the real one."""
+
+    shared: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def _handle(self, buffer: torch.Tensor) -> list[Any]:
+        self.shared[buffer.data_ptr()] = buffer
+        return [0, buffer.data_ptr(), b"handle"]
+
+    def _open(self, handle: list[Any]) -> torch.Tensor:
+        return self.shared[handle[1]]
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+
+def _mapped_groups(count: int, timeout_s: float) -> list[IpcGroup]:
+    store, port = open_store(count, timeout_s)
+    address = GroupAddress(backend="ipc", port=port, world_size=count, timeout_s=timeout_s)
+    groups: list[Any] = [None] * count
+
+    def join(rank: int) -> None:
+        own = store if rank == 0 else dist.TCPStore("127.0.0.1", port, count, is_master=False, wait_for_workers=False)
+        groups[rank] = MappedGroup(own, rank, address, CPU)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return groups
+
+
+def test_the_one_gpu_group_hands_each_message_to_all_before_its_buffer_is_used_again() -> None:
+    front, *back = _mapped_groups(3, 30)
+    buffers = make_buffers(64, CPU)
+    messages = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in (64, 64, 64, 48, 1)]
+    came: list[list[torch.Tensor]] = [[], []]
+
+    def receive(index: int) -> None:
+        for message in messages:
+            target = torch.zeros_like(message)
+            back[index].receive(target)
+            came[index].append(target)
+
+    receivers = [threading.Thread(target=receive, args=(index,)) for index in range(2)]
+    for receiver in receivers:
+        receiver.start()
+    for number, message in enumerate(messages):
+        buffer = buffers[number % 2][: len(message)]
+        buffer.copy_(message)
+        front.send(buffer)
+        buffer.zero_()  # written again as soon as `send` returns
+    for receiver in receivers:
+        receiver.join(30)
+    for one in came:
+        assert all(torch.equal(got, sent) for got, sent in zip(one, messages, strict=True))
+
+
+def test_the_one_gpu_group_ends_with_an_error_when_nobody_takes_or_it_is_given_up() -> None:
+    front, back = _mapped_groups(2, 1.5)
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        front.send(make_buffers(16, CPU)[0])
+    errors: list[str] = []
+
+    def receive() -> None:
+        try:
+            back._number = 7
+            back.receive(torch.zeros(16, dtype=torch.uint8))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    back._timeout_s = 60.0
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    back.abort()
+    receiver.join(30)
+    assert errors == ["the weight group was given up"]
 
 
 def test_a_peer_that_does_not_receive_ends_the_push_and_not_the_gathering() -> None:

@@ -3,12 +3,14 @@
 import logging
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accerl_mp.config import SyncConfig
-from accerl_mp.inference.engine import Engine
 from accerl_mp.inference.front import RequestFront
 from accerl_mp.weight_sync.protocol import FAILED, PROGRESS
+
+if TYPE_CHECKING:
+    from accerl_mp.inference.engine import Engine
 
 _log = logging.getLogger(__name__)
 
@@ -16,7 +18,7 @@ _log = logging.getLogger(__name__)
 class PushControl:
     """Answers trainer rank 0. Nothing here waits for the trainer; each call ends by itself or by its caller's deadline."""
 
-    def __init__(self, engine: Engine, front: RequestFront, *, session: str, sync: SyncConfig) -> None:
+    def __init__(self, engine: "Engine", front: RequestFront, *, session: str, sync: SyncConfig) -> None:
         self._engine, self._front = engine, front
         self._session, self._sync = session, sync
         self._pause_mode = "abort" if sync.sync_mode == "drain" else "keep"

@@ -4,9 +4,12 @@ import asyncio
 import itertools
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from accerl_mp.inference.engine import Engine, Generation
 from accerl_mp.inference.versions import VersionLedger
+
+if TYPE_CHECKING:  # this part of the process needs no vLLM, which takes seconds to import
+    from accerl_mp.inference.engine import Engine, Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class FrontCounts:
 class RequestFront:
     """Where requests wait, and what is known of those that run."""
 
-    def __init__(self, engine: Engine, *, run_id: str, salt_scope: str) -> None:
+    def __init__(self, engine: "Engine", *, run_id: str, salt_scope: str) -> None:
         self._engine = engine
         self._run_id, self._salt_scope = run_id, salt_scope
         self._keys = itertools.count()
@@ -90,7 +93,7 @@ class RequestFront:
                 return Reply(ids, logprobs, versions, part.finish_reason, salt_version)
             self.counts.num_aborted += 1
 
-    async def _run_part(self, ids: list[int], max_tokens: int, temperature: float, salt_version: int) -> tuple[Generation, list[int]]:
+    async def _run_part(self, ids: list[int], max_tokens: int, temperature: float, salt_version: int) -> "tuple[Generation, list[int]]":
         key = str(next(self._keys))
         self.ledger.start(key)
         try:
