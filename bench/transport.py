@@ -61,6 +61,9 @@ def measure_throughput(result: Result, sides: dict[str, Side], stream: Stream, r
         result.add("samples", rates[name], "samples/s", "higher", side=name, **labels)
         result.add("bytes", [rate * size_bytes / 1e6 for rate in rates[name]], "MB/s", "higher", side=name, **labels)
         result.add("CPU time", [1e6 * run["cpu_s"] / run["num_samples"] for run in values], "us/sample", "lower", side=name, **labels)
+        for role in values[0].get("cpu_by_role", ()):
+            spent = [1e6 * run["cpu_by_role"][role] / run["num_samples"] for run in values]
+            result.add(f"CPU time of {role}", spent, "us/sample", "lower", side=name, **labels)
         if "drawn_per_s" in values[0]:
             drawn = [run["drawn_per_s"] for run in values]
             result.add("samples drawn again and again", drawn, "samples/s", "higher", side=name, **labels)

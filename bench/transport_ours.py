@@ -55,7 +55,13 @@ def run(stream: Stream) -> dict[str, Any]:
             ready.wait(_TIMEOUT_S)
             clock.start()
             measured = answers.get()
-            measured["cpu_s"] = clock.cpu_seconds()
+            spent = clock.by_pid()
+            measured["cpu_s"] = sum(spent.values())
+            measured["cpu_by_role"] = {
+                "ingest": spent.get(processes[0].pid, 0.0),
+                "trainer": spent.get(processes[1].pid, 0.0),
+                "rollouts": sum(spent.get(process.pid, 0.0) for process in processes[2:]),
+            }
         finally:
             stop.set()
             for process in processes:
