@@ -54,7 +54,7 @@ def run(stream: Stream) -> dict[str, Any]:
         try:
             ready.wait(_TIMEOUT_S)
             clock.start()
-            measured = answers.get()
+            measured = _answer(answers, processes)
             spent = clock.by_pid()
             measured["cpu_s"] = sum(spent.values())
             measured["cpu_by_role"] = {
@@ -67,6 +67,15 @@ def run(stream: Stream) -> dict[str, Any]:
             for process in processes:
                 process.join(_TIMEOUT_S)
         return measured
+
+
+def _answer(answers: Any, processes: list[Any]) -> dict[str, Any]:
+    """The trainer's. RuntimeError if a process has died, which says why on stderr."""
+    while answers.empty():
+        if any(process.exitcode not in (None, 0) for process in processes):
+            raise RuntimeError("a process of the stream has died")
+        time.sleep(0.05)
+    return answers.get()
 
 
 @contextmanager
