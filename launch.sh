@@ -9,7 +9,11 @@ stopped_by=""     # INT, TERM or HUP
 graceful_s=25     # a run that was asked to end may take this long until torchrun is told
 torchrun_s=45     # torchrun may take this long until it is killed
 
-say() { printf 'launch.sh: %s\n' "$*" >&2; }
+# On a terminal the supervisor's status line may stand where it writes.
+say() {
+    if [ -t 2 ] && [ "${TERM:-dumb}" != dumb ]; then printf '\r\033[K' >&2; fi
+    printf 'launch.sh: %s\n' "$*" >&2
+}
 die() {
     say "$*"
     exit 1
@@ -26,7 +30,7 @@ bash launch.sh --help              this text and all flags
 The environment is .venv beside this file: the GPU stack (requirements.txt) where nvidia-smi lists a GPU, else the CPU
 stack (requirements-cpu.txt). On a GPU machine --placement cpu uses a second one, .venv-cpu. --with-flash-attn builds
 flash-attn too. ACCERL_PYTHON=/path/to/python uses that interpreter as it is and sets nothing up.
-Ctrl+C ends a run cleanly (exit code 130).
+Ctrl+C ends a run cleanly, its state saved (exit code 0); --resume auto with the same --log-dir goes on.
 
 TEXT
 }
@@ -181,7 +185,7 @@ on_stop() {
     stopped_by=$1
 }
 
-# Ends what runs, waits for it (bounded), exits with the signal's code.
+# Ends what runs, waits for it (bounded), exits with 0 if that went well, else with the signal's code.
 leave() {
     local code=143 start=$SECONDS
     [ "$stopped_by" = INT ] && code=130
@@ -195,7 +199,7 @@ leave() {
     start=$SECONDS
     while alive && [ $((SECONDS - start)) -lt "$torchrun_s" ]; do pause; done
     alive && kill -KILL -- "-$child" 2>/dev/null
-    wait "$child" 2>/dev/null
+    wait "$child" 2>/dev/null && [ -n "$run_dir" ] && code=0 # it has saved its state and left by itself
     [ -n "$run_dir" ] && summarize "$code"
     exit "$code"
 }

@@ -4,23 +4,31 @@ Takes a resolved Config. Looks at files and numbers only; what needs the model i
 """
 
 import dataclasses
+import json
 import math
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from accerl_mp.cli import option_of
-from accerl_mp.config import GROUPS, Config, largest_group
+from accerl_mp.config import GROUPS, TEXTWORLD, Config, largest_group
 from accerl_mp.games import find_games, list_games, without_json
+from accerl_mp.recovery import resume_dir_of
 
+BEST_NAME = "best"
+"""Folder of the best export, in --checkpoint-dir."""
 _SLOT_BYTES = 4096 + 256
 """What a slot of a ring takes beside its samples' bytes: the last page is rarely full, and a row in three tables."""
 _RING_TABLES_BYTES = 128 << 10
+_LARGEST_PORT = 65535
+_COLLECTIVE_TIMEOUT_S = 1800
+"""Of torch's own collectives (`trainer/ranks.py`)."""
 
 
 def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None) -> list[str]:
     """Every problem of a resolved Config, in the order of its groups; empty when it can run."""
-    rules = [_bounds, _model, _games, _algorithm, _batch, _replay, _deterministic, _processes, _inference, _folders]
+    rules = [_bounds, _model, _games, _algorithm, _batch, _replay, _deterministic, _processes, _inference, _sync, _folders]
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _gpus(config, num_gpus)
     if shm_free_bytes is not None:
@@ -81,8 +89,41 @@ def _model_folder(folder: Path) -> Iterator[str]:
         yield f"--model-path {folder}: no config.json in it: not a HuggingFace model folder"
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         yield f"--model-path {folder}: no *.safetensors (or pytorch_model*.bin) in it: there are no weights to train"
+    for file in sorted(folder.glob("*.safetensors")):
+        if problem := damage_of(file):
+            yield f"--model-path {folder}: {file.name} is damaged ({problem}): no weights could be read; copy it again"
+    if missing := _missing_shards(folder):
+        yield f"--model-path {folder}: {', '.join(missing)} of model.safetensors.index.json are missing: weights would be left out"
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
         yield f"--model-path {folder}: no tokenizer in it (tokenizer.json): games could not be turned into tokens"
+
+
+def damage_of(file: Path) -> str:
+    """What is wrong with a .safetensors file, from its header and its size alone; empty: nothing."""
+    size_bytes = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size_bytes < 8 or length > size_bytes - 8:
+            return f"{size_bytes} bytes do not even hold its header"
+        header = opened.read(length)
+    try:
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        end = max((entry["data_offsets"][1] for entry in tensors), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return "its header is no table of tensors"
+    expected = 8 + length + end
+    return "" if size_bytes == expected else f"{size_bytes} bytes, its header speaks of {expected}"
+
+
+def _missing_shards(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []  # Transformers says what is wrong with it
+    return [name for name in names if not (folder / name).is_file()]
 
 
 def _games(config: Config) -> Iterator[str]:
@@ -90,16 +131,29 @@ def _games(config: Config) -> Iterator[str]:
     if not games.tw_game_dir:
         yield "--tw-game-dir is missing: there is nothing to play"
     else:
-        yield from _game_folder("--tw-game-dir", games.tw_game_dir, games.tw_game_pattern)
+        yield from _game_folder("--tw-game-dir", games.tw_game_dir, config)
     if metrics.eval_game_dir:
-        yield from _game_folder("--eval-game-dir", metrics.eval_game_dir, games.tw_game_pattern)
-        if games.tw_game_dir and Path(metrics.eval_game_dir).resolve() == Path(games.tw_game_dir).resolve():
-            yield f"--eval-game-dir {metrics.eval_game_dir} is --tw-game-dir: evaluation must play games that are not trained on"
+        yield from _game_folder("--eval-game-dir", metrics.eval_game_dir, config)
+        yield from _trained_and_held_out(config)
     elif metrics.eval_every_rounds > 0:
         yield f"--eval-every-rounds {metrics.eval_every_rounds} needs --eval-game-dir: there are no held-out games to play"
 
 
-def _game_folder(option: str, folder: str, pattern: str) -> Iterator[str]:
+def _trained_and_held_out(config: Config) -> Iterator[str]:
+    """A held-out folder may lie inside the training folder, whose subfolders are searched too."""
+    folder, eval_folder, pattern = config.games.tw_game_dir, str(config.metrics.eval_game_dir), config.games.tw_game_pattern
+    if not (folder and Path(folder).is_dir() and Path(eval_folder).is_dir()) or Path(pattern).is_absolute():
+        return
+    trained = {game.resolve() for game in find_games(folder, pattern)}
+    if both := [game for game in find_games(eval_folder, pattern) if game.resolve() in trained]:
+        yield (
+            f"--eval-game-dir {eval_folder}: {len(both)} of its games are in --tw-game-dir {folder} too ({both[0].name}): "
+            "evaluation must play games that are not trained on"
+        )
+
+
+def _game_folder(option: str, folder: str, config: Config) -> Iterator[str]:
+    pattern = config.games.tw_game_pattern
     if not Path(folder).is_dir():
         yield f"{option} {folder}: no such folder"
         return
@@ -109,7 +163,7 @@ def _game_folder(option: str, folder: str, pattern: str) -> Iterator[str]:
     games = find_games(folder, pattern)
     if not games:
         yield f"{option} {folder}: no file matches --tw-game-pattern {pattern!r}: there is nothing to play"
-    if lonely := without_json(games):
+    if config.games.env == TEXTWORLD and (lonely := without_json(games)):
         names = ", ".join(game.name for game in lonely[:3]) + (", ..." if len(lonely) > 3 else "")
         yield f"{option} {folder}: {len(lonely)} games have no .json beside them ({names}): TextWorld would give no commands, score or end"
 
@@ -186,8 +240,31 @@ def _processes(config: Config) -> Iterator[str]:
             f"--replay-samples {config.run.replay_samples} would not be read: launch.sh plays games; "
             "use torchrun --nproc-per-node N -m accerl_mp.trainer with it"
         )
+    yield from _rendezvous(config.run.fsdp_master_addr, config.run.fsdp_master_port)
+    limit_s = config.metrics.step_timeout_s
+    if limit_s >= _COLLECTIVE_TIMEOUT_S:
+        yield f"--step-timeout-s {limit_s:g} must be below {_COLLECTIVE_TIMEOUT_S}: torch would give up first, without naming the rank"
     if config.run.synchronous and config.replay.max_sample_reuse != 1:
         yield f"--synchronous trains each sample once, got --max-sample-reuse {config.replay.max_sample_reuse}"
+
+
+def _rendezvous(address: str | None, port: int | None) -> Iterator[str]:
+    """torchrun's meeting point, which must be on this machine."""
+    if address:
+        try:
+            resolved = socket.gethostbyname(address)
+        except (OSError, UnicodeError):
+            yield f"--fsdp-master-addr {address}: no such host; leave it out (127.0.0.1)"
+            return
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((resolved, port if port and 0 < port <= _LARGEST_PORT else 0))
+            except OSError as error:
+                place = f"--fsdp-master-addr {address}, --fsdp-master-port {port or 0}"
+                yield f"{place}: torchrun could not listen there ({error.strerror}); leave both out"
+    if port is not None and port > _LARGEST_PORT:
+        yield f"--fsdp-master-port {port} is no port: at most {_LARGEST_PORT}; leave it out for a free one"
 
 
 def _inference(config: Config) -> Iterator[str]:
@@ -207,13 +284,36 @@ def _inference(config: Config) -> Iterator[str]:
         yield "--enable-expert-parallel spreads experts over --infer-tp-size GPUs, which is 1: leave it out"
 
 
+def _sync(config: Config) -> Iterator[str]:
+    sync = config.sync
+    if sync.sync_swap in ("plain", "captured") and config.run.placement == "cpu":
+        yield (
+            f"--sync-swap {sync.sync_swap} with --placement cpu: vLLM's CPU kernels pack their weights, a plain copy would not reach "
+            "them; use layerwise"
+        )
+    elif sync.sync_swap == "captured" and sync.sync_staging == "off":
+        yield "--sync-swap captured with --sync-staging off: there is no staging memory to copy from; use plain or layerwise"
+    if sync.sync_pause == "off":
+        for name, value in (("sync_mode", "drain"), ("kv_on_sync", "recompute"), ("sync_staging", "off")):
+            if getattr(sync, name) == value:
+                yield f"--sync-pause off with {option_of(name)} {value}, which needs vLLM to stand still; leave it at auto"
+
+
 def _folders(config: Config) -> Iterator[str]:
     run_folder = Path(config.metrics.log_dir)
-    if (run_folder / "args.json").exists():
-        yield f"--log-dir {run_folder} already holds a run: its files would be mixed with the new one's; name another folder"
+    goes_on = config.run.resume == "auto" or (
+        config.run.resume and resume_dir_of(Path(config.run.resume)).parent.resolve() == run_folder.resolve()
+    )
+    if (run_folder / "args.json").exists() and not goes_on:
+        yield (
+            f"--log-dir {run_folder} already holds a run: its files would be mixed with the new one's; "
+            "name another folder, or go on with it: --resume auto"
+        )
     yield from _cannot_be_made("--log-dir", run_folder)
     if config.metrics.save_checkpoint:
         yield from _cannot_be_made("--checkpoint-dir", Path(config.metrics.checkpoint_dir))
+    if config.metrics.save_checkpoint and config.metrics.checkpoint_name == BEST_NAME:
+        yield f"--checkpoint-name {BEST_NAME} is the folder of the best export: the newest would take its place; use another name"
     if config.metrics.checkpoint_every_sync_rounds and not config.metrics.save_checkpoint:
         yield f"--checkpoint-every-sync-rounds {config.metrics.checkpoint_every_sync_rounds} needs --save-checkpoint"
 
@@ -230,10 +330,12 @@ def _cannot_be_made(option: str, folder: Path) -> Iterator[str]:
 def _gpus(config: Config, num_gpus: int) -> Iterator[str]:
     run, inference = config.run, config.inference
     infer_gpus = inference.infer_size * inference.infer_tp_size
-    if run.placement == "colocated":
+    if run.placement == "colocated" and num_gpus < 1:
+        yield "--placement colocated needs a GPU, but none is visible (nvidia-smi -L; CUDA_VISIBLE_DEVICES): use --placement cpu"
+    if run.placement == "colocated" and (run.fsdp_world_size, infer_gpus) != (1, 1):
         yield (
-            "--placement colocated (one GPU for both) is not built yet: weights would have no way to vLLM; use --placement cpu, "
-            "or dedicated with two GPUs or more"
+            f"--placement colocated is one trainer rank and one engine on one GPU, got --fsdp-world-size {run.fsdp_world_size} and "
+            f"--infer-size {inference.infer_size} x --infer-tp-size {inference.infer_tp_size}: leave them out, or use --placement dedicated"
         )
     needed = run.fsdp_world_size + infer_gpus
     if run.placement == "dedicated" and num_gpus < needed:
@@ -263,6 +365,8 @@ def _warnings(config: Config, typed: Config) -> Iterator[str]:
     if config.games.tw_game_limit and len(games) < config.games.tw_game_limit:
         yield f"--tw-game-limit {config.games.tw_game_limit}: only {len(games)} games are there"
     yield from _without_effect(config, typed)
+    if (config.model.compile, config.model.attn_implementation, config.batch.train_packing) == ("on", "sdpa", "varlen"):
+        yield "--compile on with --attn-implementation sdpa compiles for each number of samples in a pack, eight times at most: use varlen"
     if config.inference.infer_temperature != 1.0:
         yield f"--infer-temperature {config.inference.infer_temperature}: the trainer divides its logits by the same temperature"
 

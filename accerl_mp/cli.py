@@ -9,12 +9,13 @@ import dataclasses
 import difflib
 import shlex
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from accerl_mp.config import GROUPS, Config, ConfigError
 
+_KINDS = {int: "a whole number", float: "a number", str: "a text"}
 PROGRAM = "bash launch.sh"
 DESCRIPTION = "Train a language-model agent online in TextWorld games. Without flags: the demo."
 
@@ -26,8 +27,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError([message])
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """All flags, grouped as the dataclasses are. Defaults stay in the dataclasses: the parser knows only what was typed."""
+def build_parser(problems: list[str] | None = None) -> argparse.ArgumentParser:
+    """All flags, grouped as the dataclasses are. Defaults stay in the dataclasses: the parser knows only what was typed.
+
+    Values that are none go to `problems`: argparse would stop at the first.
+    """
+    found = [] if problems is None else problems
     parser = _Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [FLAGS ...] [@FILE ...]",
@@ -40,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         section = parser.add_argument_group(group.__doc__ or group.__name__)
         hints = get_type_hints(group)
         for field in dataclasses.fields(group):
-            section.add_argument(option_of(field.name), **_option_settings(hints[field.name], field))
+            section.add_argument(option_of(field.name), **_option_settings(hints[field.name], field, found))
     return parser
 
 
@@ -51,9 +56,12 @@ def option_of(field_name: str) -> str:
 
 def parse(argv: list[str], *, environ: Mapping[str, str], base: Config | None = None) -> Config:
     """Flags as typed, over `base` (else the defaults) -> Config, not resolved. ConfigError: unknown flags, bad values, unreadable files."""
-    values, unknown = build_parser().parse_known_args(expand(argv, environ=environ))
+    problems: list[str] = []
+    values, unknown = build_parser(problems).parse_known_args(expand(argv, environ=environ))
     if unknown:
-        raise ConfigError([_unknown(word) for word in unknown if word.startswith("-")] or [f"{unknown[0]!r} belongs to no flag"])
+        problems += [_unknown(word) for word in unknown if word.startswith("-")] or [f"{unknown[0]!r} belongs to no flag"]
+    if problems:
+        raise ConfigError(problems)
     return (base or Config()).replace(**vars(values))
 
 
@@ -110,14 +118,32 @@ def _expand_variables(word: str, path: Path, environ: Mapping[str, str], problem
     return environ[name]
 
 
-def _option_settings(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
+def _option_settings(hint: Any, field: dataclasses.Field, problems: list[str]) -> dict[str, Any]:
     kind, choices = _unwrap(hint)
     help_text = field.metadata["help"].replace("%", "%%")
     if kind is bool:
         return {"action": "store_true", "help": help_text}
     shown = "" if field.default in (None, "") else f" [{str(field.default).replace('%', '%%')}]"
     metavar = "{" + ",".join(choices) + "}" if choices else field.name.rsplit("_", 1)[-1].upper()
-    return {"type": kind, "choices": choices, "help": help_text + shown, "metavar": metavar}
+    read = _reader(option_of(field.name), kind, choices, problems)
+    return {"type": read, "choices": choices, "help": help_text + shown, "metavar": metavar}
+
+
+def _reader(option: str, kind: type, choices: list[str] | None, problems: list[str]) -> Callable[[str], Any]:
+    """Text to value; a text that is none becomes a problem and None."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            problems.append(f"{option} {text}: expected {_KINDS[kind]}")
+            return None
+        if choices and value not in choices:
+            problems.append(f"{option} {text}: expected one of {', '.join(choices)}")
+            return choices[0]  # argparse goes on to the next flag
+        return value
+
+    return read
 
 
 def _unwrap(hint: Any) -> tuple[type, list[str] | None]:

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+TEXTWORLD = "textworld"
+"""`--env` of TextWorld's games."""
+
 
 class ConfigError(ValueError):
     """Flags that cannot work. `problems` holds one sentence each: the flag as typed, its value, the consequence."""
@@ -45,7 +48,7 @@ class ModelConfig:
     attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = flag(
         "auto", "trainer attention; auto: torch varlen on GPU, SDPA per segment on CPU"
     )
-    compile: Literal["auto", "on", "off"] = flag("auto", "compile each decoder layer; auto: on GPU only")
+    compile: Literal["auto", "on", "off"] = flag("auto", "compile each decoder layer; auto: on GPU, unless attention is sdpa")
     chat_template: str | None = flag(None, "Jinja file that replaces the model's own chat template")
 
 
@@ -53,6 +56,7 @@ class ModelConfig:
 class GameConfig:
     """Games and rewards"""
 
+    env: str = flag(TEXTWORLD, "what plays a game file: textworld, or module:Class with the Env protocol of accerl_mp/rollout/env.py")
     tw_game_dir: str = flag("", "folder of TextWorld games, each .z8 with its .json beside it (required)")
     tw_game_pattern: str = flag("*.z8", "glob of game files inside --tw-game-dir, searched in subfolders too")
     tw_game_limit: int | None = flag(None, "keep the first K games after a shuffle by --seed", at_least=1)
@@ -166,7 +170,7 @@ class RunConfig:
         None, "trainer ranks (default by placement: cpu 2, colocated 1, dedicated GPUs - tp x infer)", at_least=1
     )
     fsdp_master_addr: str | None = flag(None, "torchrun rendezvous address (default: 127.0.0.1)")
-    fsdp_master_port: int | None = flag(None, "torchrun rendezvous port (default: a free one, chosen by torchrun)")
+    fsdp_master_port: int | None = flag(None, "torchrun rendezvous port (default: a free one, chosen by torchrun)", at_least=0)
     sync_every_optimizer_steps: int = flag(8, "optimizer steps in a round; each round ends with a weight push", at_least=1)
     max_sync_rounds: int | None = flag(None, "end after exactly N rounds (default: no limit but --max-steps)", at_least=1)
     num_rollout_workers: int | None = flag(None, "rollout processes (default: --fsdp-world-size)", at_least=1)
@@ -178,6 +182,7 @@ class RunConfig:
     replay_samples: str = flag(
         "", "folder of recorded samples, trained without vLLM and games: torchrun -m accerl_mp.trainer, not launch.sh"
     )
+    resume: str = flag("", "auto: go on from the newest saved state in --log-dir, if there is one; DIR: from the one in that run folder")
     synchronous: bool = flag(False, "generate, train and push in turn: the baseline to measure against")
 
 
@@ -196,6 +201,9 @@ class InferenceConfig:
     vllm_max_model_len: int | None = flag(None, "vLLM's context length (default: the window, which holds the replies too)")
     disable_vllm_prefix_caching: bool = flag(False, "recompute the whole prompt at every turn")
     gpu_memory_utilization: float | None = flag(None, "share of a GPU's memory for vLLM (default: 0.85 dedicated, 0.35 colocated)")
+    kv_cache_gib: float | None = flag(
+        None, "GiB of vLLM's KV cache on each of its GPUs (default: its share less weights, staging and working memory)", above=0
+    )
     enforce_eager: bool = flag(False, "no CUDA graphs in vLLM")
     enable_expert_parallel: bool = flag(False, "spread a MoE model's experts over --infer-tp-size GPUs")
     inference_start_timeout_s: float = flag(900.0, "an engine may take this long to start", above=0)
@@ -211,6 +219,15 @@ class SyncConfig:
         "episode", "KV is shared by episodes that began under one version, or only under the same version"
     )
     kv_on_sync: Literal["keep", "recompute"] = flag("keep", "KV of requests in flight when weights change")
+    sync_staging: Literal["on", "off"] = flag(
+        "on", "on: weights arrive beside the model while vLLM generates; off: straight into it, generation stands (tight memory)"
+    )
+    sync_swap: Literal["auto", "layerwise", "plain", "captured"] = flag(
+        "auto", "how staging becomes the model's weights; auto: the fastest that gives the same bytes as layerwise (--sync-staging on)"
+    )
+    sync_pause: Literal["auto", "on", "off"] = flag(
+        "auto", "pause vLLM for the swap; auto: only where the cache is cleared, requests are drained or staging is off"
+    )
     sync_bucket_mb: int = flag(256, "MiB of one message of a push", at_least=1)
     sync_timeout_s: float = flag(300.0, "a push may take this long", above=0)
     verify_sync: int = flag(50, "check the first push and then every N-th (checksums and a logprob probe); 0: never", at_least=0)
@@ -225,7 +242,7 @@ class MetricsConfig:
     metrics_active_timeout_seconds: float = flag(600.0, "a rollout process that ended an episode this recently counts as active", above=0)
     log_dir: str | None = flag(None, "run folder (default: runs/TextWorld_FSDP/<timestamp>)")
     log_level: str = flag("info", "[role=]LEVEL of the log files, several separated by commas")
-    save_checkpoint: bool = flag(False, "export the model in HuggingFace format: at the end, periodically, and on a stop outside of a push")
+    save_checkpoint: bool = flag(False, "export the model in HuggingFace format: at the end, periodically, and on a stop")
     checkpoint_dir: str | None = flag(None, "folder of exports (default: <log-dir>/checkpoints)")
     checkpoint_name: str = flag("latest", 'name of the export, replaced atomically; "": keep step-XXXXXX folders')
     checkpoint_every_sync_rounds: int = flag(0, "rounds between two exports; 0: only the last", at_least=0)
@@ -235,6 +252,15 @@ class MetricsConfig:
     eval_temperature: float = flag(1.0, "sampling temperature of evaluation", at_least=0)
     transcripts_every: int = flag(50, "every N-th episode is written to episodes/; 0: none", at_least=0)
     max_restarts: int = flag(3, "restarts of each role's processes until the run stops", at_least=0)
+    hang_timeout_s: float = flag(
+        60.0, "a process that lives but stands still this long is started again; a trainer rank so ends the run (0: never)", at_least=0
+    )
+    step_timeout_s: float = flag(900.0, "a trainer rank may compute this long without a sign; then the run ends (0: no limit)", at_least=0)
+    max_trainer_restarts: int = flag(
+        1, "times that the run starts again from its last saved state after a trainer rank has died", at_least=0
+    )
+    resume_every_rounds: int = flag(10, "rounds between two saved states in <log-dir>/resume; 0: only at the end and on a stop", at_least=0)
+    keep_checkpoints: int = flag(2, "saved states that are kept, the newest", at_least=1)
 
 
 GROUPS: dict[str, type] = {
@@ -308,6 +334,9 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
     world_size = _default(run.fsdp_world_size, _default_world_size(placement, num_gpus, config.inference.infer_tp_size * infer_size))
     run_folder = config.metrics.log_dir or log_dir
     dtype = _resolve_auto(config.model.dtype, "float32" if placement == "cpu" else "bfloat16")
+    attention = _resolve_auto(
+        config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" and not run.deterministic else "sdpa"
+    )
     group_size = _default(config.algorithm.grpo_group_size, run.rollout_batch_size)
     step_samples = batch.batch_size * batch.grad_accum_steps
     # Room for a step's samples beside a group that is on its way, whatever the group size.
@@ -316,10 +345,9 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
     return config.replace(
         placement=placement,
         dtype=dtype,
-        compile=_resolve_auto(config.model.compile, "off" if placement == "cpu" else "on"),
-        attn_implementation=_resolve_auto(
-            config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" and not run.deterministic else "sdpa"
-        ),
+        # SDPA runs sample by sample: a layer would be compiled for each number of samples in a pack.
+        compile=_resolve_auto(config.model.compile, "off" if placement == "cpu" or attention == "sdpa" else "on"),
+        attn_implementation=attention,
         infer_size=infer_size,
         fsdp_world_size=world_size,
         fsdp_master_addr=_default(run.fsdp_master_addr, "127.0.0.1"),

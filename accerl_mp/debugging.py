@@ -3,7 +3,7 @@
 A role has no controlling terminal, so launch.sh records the path of its own in `DIR/tty` and pdb opens that. One
 debugger at a time (a lock file). While one is open all deadlines of the run stand still, through the two hooks that the
 process's entry passes in, and launch.sh sends Ctrl+C to it (`DIR/debugger.pid`). `ACCERL_PDB=rollout/3` stops that
-process at the first line of its main.
+process at the first line of its main (several: separated by commas).
 """
 
 import contextlib
@@ -18,23 +18,25 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
+_CLEAR_LINE = "\r\x1b[K"
+
 STOP_AT = "ACCERL_PDB"
-"""Environment variable: name of the process that stops at its first line."""
+"""Environment variable: names of the processes that stop at their first line, separated by commas."""
 
 
 def install(name: str, run_dir: Path, *, hold: Callable[[int], None], let_go: Callable[[], None]) -> None:
-    """Make `breakpoint()` of this process use the run's terminal. Without a recorded one, Python's own hook stays."""
-    if tty := _terminal(run_dir):
+    """Make `breakpoint()` use this process's own terminal if a person started it, else the run's; without either Python's hook stays."""
+    if tty := os.ttyname(0) if os.isatty(0) else _terminal(run_dir):
         sys.breakpointhook = BreakpointHook(lambda: TerminalPdb(name, run_dir, tty, hold=hold, let_go=let_go))
 
 
 def call(name: str, function: Callable[..., None], *args: Any) -> None:
     """Call it; where ACCERL_PDB names this process, under the debugger from its first line on."""
-    if os.environ.get(STOP_AT) != name:
+    if name not in os.environ.get(STOP_AT, "").split(","):
         function(*args)
     elif isinstance(sys.breakpointhook, BreakpointHook):
         sys.breakpointhook.debugger.runcall(function, *args)
-    else:  # started by hand
+    else:  # no terminal is known
         pdb.runcall(function, *args)
 
 
@@ -78,6 +80,7 @@ class TerminalPdb(pdb.Pdb):
         self._record.write_text(str(os.getpid()))
         try:
             with _interruptible():
+                self.stdout.write(_CLEAR_LINE)  # the supervisor's status line may stand there
                 yield
         finally:
             self._record.unlink(missing_ok=True)

@@ -13,6 +13,8 @@ from accerl_mp.topology import RunPaths
 TERMINAL_FD = "ACCERL_TERMINAL_FD"
 """Environment variable: number of the file descriptor that is the terminal; unset: standard error."""
 
+_CLEAR_LINE = "\r\x1b[K"
+
 _TALKATIVE = ("launcher", "supervisor")
 _OURS = ("accerl_mp", "__main__")
 
@@ -63,9 +65,28 @@ def terminal_fd() -> int:
 
 
 def write_terminal(text: str) -> None:
+    """A whole line; on a terminal it takes the place of the line that `rewrite_line` left there."""
+    # One write a line: lines of several processes do not mix.
+    _write((_CLEAR_LINE if terminal_can_rewrite() else "") + text + "\n")
+
+
+def terminal_can_rewrite() -> bool:
+    """False for files and pipes, and for terminals that know no control characters."""
+    return os.environ.get("TERM", "dumb") != "dumb" and os.isatty(terminal_fd())
+
+
+def rewrite_line(text: str) -> None:
+    """Show `text` in place of what it showed last, cut to the terminal's width. Only where `terminal_can_rewrite`."""
     try:
-        # One write a line: lines of several processes do not mix.
-        os.write(terminal_fd(), (text + "\n").encode())
+        width = os.get_terminal_size(terminal_fd()).columns or 80
+    except OSError:
+        return
+    _write(_CLEAR_LINE + text[: width - 1])
+
+
+def _write(text: str) -> None:
+    try:
+        os.write(terminal_fd(), text.encode())
     except OSError:
         return
 

@@ -42,6 +42,16 @@ class RunPaths:
         """Folder of `--record-samples`."""
         return self.run_dir / "samples"
 
+    @property
+    def resume(self) -> Path:
+        """Folder of the saved states (`recovery.py`)."""
+        return self.run_dir / "resume"
+
+    @property
+    def strikes(self) -> Path:
+        """Which games and groups have failed how often: ingest's note to its successors."""
+        return self.run_dir / "strikes.json"
+
     def log(self, role: str, index: int) -> Path:
         return self.run_dir / "logs" / f"{role}-{index}.log"
 
@@ -74,6 +84,18 @@ def visible_gpus() -> list[str]:
         return []
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
     return [str(index) for index, line in enumerate(filter(lambda text: text.startswith("GPU "), listing.stdout.splitlines()))]
+
+
+def gpu_memory_bytes(gpus: list[str]) -> int | None:
+    """Memory of the smallest of these CUDA_VISIBLE_DEVICES entries; None where nvidia-smi does not know them all."""
+    if not gpus or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
+    cards = [(index, uuid, int(size)) for index, uuid, size in (row for row in rows if len(row) == 3) if size.isdigit()]
+    sizes = [next((size for index, uuid, size in cards if gpu == index or uuid.startswith(gpu)), None) for gpu in gpus]
+    return None if None in sizes else min(size for size in sizes if size is not None) << 20
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,11 @@ SETTINGS: dict[str, Any] = {
 
 
 class InferenceRun:
-    """A run folder, its shared tables, its inference process, and the other ends of its channels."""
+    """A run folder, its shared tables, its inference processes, and the other ends of its channels."""
 
-    def __init__(self, folder: Path, model: torch.nn.Module, **settings: Any) -> None:
+    def __init__(self, folder: Path, model: torch.nn.Module, program: Path | None = None, **settings: Any) -> None:
+        """`program`: instead of the real inference process."""
+        self.program = program
         self.paths = RunPaths(folder / "run")
         self.model = model
         self.config = Config.from_flat(SETTINGS | {"model_path": str(folder / "model")} | settings)
@@ -58,9 +60,12 @@ class InferenceRun:
         self.config.save(self.paths.args)
         _write_tokenizer(self.paths.tokenizer)
         self.board = Board.create(self.paths.board)
-        self.table = HealthTable.create(self.paths.health, ["trainer/0", "trainer/1", "inference/0", "rollout/0"])
+        count = self.config.inference.infer_size or 1
+        names = ["trainer/0", "trainer/1", *(f"inference/{index}" for index in range(count)), "rollout/0"]
+        self.table = HealthTable.create(self.paths.health, names)
         self.sync: WeightSync | None = None
-        self.popen = self.start_process()
+        self.first_weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        self.popens = [self.start_process(index) for index in range(count)]
 
     def connect(self, *, forced_logprobs: Any = None) -> WeightSync:
         """Become trainer rank 0."""
@@ -76,9 +81,22 @@ class InferenceRun:
     def forced_logprobs(self, ids: list[int]) -> np.ndarray:
         return logprobs_of(self.model, ids)
 
+    @property
+    def popen(self) -> subprocess.Popen:
+        return self.popens[0]
+
+    @popen.setter
+    def popen(self, popen: subprocess.Popen) -> None:
+        self.popens[0] = popen
+
     def push(self, version: int, *, trainable_only: bool = False) -> Any:
         self.sync.start_push(version, trainable_only=trainable_only)
         return self.sync.finish_push()
+
+    def restore(self) -> None:
+        """The model as it was at the start, all of it trainable. vLLM has it after the next push."""
+        self.model.load_state_dict(self.first_weights)
+        self.model.requires_grad_(True)
 
     def close(self) -> None:
         """Stop as the supervisor does: ask, wait, kill the session; then take the files away. Once."""
@@ -86,12 +104,14 @@ class InferenceRun:
             return
         if self.sync is not None:
             self.sync.close()
-        self.popen.terminate()
-        try:
-            self.popen.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.popen.pid, 9)
-            self.popen.wait()
+        for popen in self.popens:
+            popen.terminate()
+        for popen in self.popens:
+            try:
+                popen.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(popen.pid, 9)
+                popen.wait()
         self.board.unlink()
         self.table.unlink()
         for file in self.paths.sockets.glob("*"):
@@ -103,10 +123,10 @@ class InferenceRun:
     def log(self) -> str:
         return self.paths.log("inference", 0).read_text() + (self.paths.run_dir / "output.txt").read_text()
 
-    def start_process(self) -> subprocess.Popen:
+    def start_process(self, index: int = 0) -> subprocess.Popen:
         environment = os.environ | {
             "ACCERL_PARENT_PID": str(os.getpid()),
-            "PYTHONPATH": str(Path(__file__).parent.parent),
+            "PYTHONPATH": f"{Path(__file__).parent.parent}:{Path(__file__).parent}",
             "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
@@ -116,8 +136,9 @@ class InferenceRun:
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        command = [sys.executable, "-m", "accerl_mp.inference", "--run-dir", str(self.paths.run_dir), "--index", "0"]
-        with (self.paths.run_dir / "output.txt").open("wb") as output:
+        program = ["-m", "accerl_mp.inference"] if self.program is None else [str(self.program)]
+        command = [sys.executable, *program, "--run-dir", str(self.paths.run_dir), "--index", str(index)]
+        with (self.paths.run_dir / "output.txt").open("ab") as output:
             return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
 
 
@@ -131,9 +152,9 @@ def trainer_process(paths: RunPaths, rank: int) -> Process:
 class RequestClient:
     """A rollout's end of the requests channel."""
 
-    def __init__(self, run: InferenceRun, name: str = "rollout/0") -> None:
+    def __init__(self, run: InferenceRun, name: str = "rollout/0", index: int = 0) -> None:
         self._context = sockets.new_context()
-        self._socket = sockets.connect_dealer(self._context, run.paths, channels.REQUESTS, identity=name)
+        self._socket = sockets.connect_dealer(self._context, run.paths, channels.REQUESTS, identity=name, index=index)
         self._number = 0
 
     def send(self, prompt: list[int], *, max_tokens: int = 8, temperature: float = 1.0, salt_version: int = -1) -> int:
@@ -182,9 +203,11 @@ def greedy_of(model: torch.nn.Module, prompt: list[int], num_tokens: int) -> lis
 
 
 @contextlib.contextmanager
-def start_inference(folder: Path, *, tied: bool = True, seed: int = 0, **settings: Any) -> Iterator[InferenceRun]:
+def start_inference(
+    folder: Path, *, tied: bool = True, seed: int = 0, program: Path | None = None, **settings: Any
+) -> Iterator[InferenceRun]:
     """An inference process with a random Qwen3; stopped at the end of the block."""
-    run = InferenceRun(folder, build_tiny(tied=tied, vocab_size=VOCABULARY, seed=seed), **settings)
+    run = InferenceRun(folder, build_tiny(tied=tied, vocab_size=VOCABULARY, seed=seed), program, **settings)
     try:
         yield run
     finally:

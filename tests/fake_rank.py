@@ -21,6 +21,8 @@ def main(process: Process) -> None:
         while not (process.paths.run_dir / "finish").exists():
             if (process.paths.run_dir / f"break-{process.index}").exists():
                 raise RuntimeError("loss is nan")
+            if (process.paths.run_dir / f"stick-{process.index}").exists():
+                time.sleep(600)
             wait.check()
             time.sleep(0.02)
     process.board.set("finished", 1)

@@ -30,6 +30,11 @@ def main(process: Process) -> None:
         breakpoint()
     if mode != "never-ready":
         process.health.set_state("running")
+    if mode == "crashes-in-a-game":
+        process.health.note_played(7)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if mode == "stuck":
+        _stand_still()
     with (process.paths.run_dir / "order.txt").open("a") as file:
         file.write(f"start {process.name} {os.getpid()}\n")
     try:
@@ -41,6 +46,11 @@ def main(process: Process) -> None:
     finally:
         with (process.paths.run_dir / "order.txt").open("a") as file:
             file.write(f"end {process.name} {os.getpid()}\n")
+
+
+def _stand_still() -> None:
+    """Alive, with a heartbeat, but its loop does not move."""
+    time.sleep(600)
 
 
 def _start_grandchild(run_dir: Path) -> None:

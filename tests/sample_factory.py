@@ -3,6 +3,7 @@
 import numpy as np
 
 from accerl_mp.samples import ARRAY_FIELDS, SCALAR_FIELDS, UNTRAINED, RLSample
+from accerl_mp.transport.channels import EPISODE_RECORD
 
 
 def make_sample(seed: int = 0, *, num_tokens: int = 60, group_id: int = 0, version: int = 0, **scalars: object) -> RLSample:
@@ -46,6 +47,12 @@ def make_group(group_id: int, size: int = 4, *, num_tokens: int = 60, version: i
     return [
         make_sample(group_id * 1000 + index, num_tokens=num_tokens + 8 * index, group_id=group_id, version=version) for index in range(size)
     ]
+
+
+def make_record(**fields: object) -> dict[str, object]:
+    """An episode's record as a rollout sends it."""
+    defaults = {bool: False, str: "train", int: 1, (int, float): 1.0}
+    return {name: defaults[kind] for name, kind in EPISODE_RECORD.items()} | fields
 
 
 def assert_same(left: RLSample, right: RLSample) -> None:

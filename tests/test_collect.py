@@ -1,6 +1,8 @@
 """From played episodes to samples: alignment, advantages, truncation, invalid and aborted replies."""
 
 import asyncio
+import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from scripted import Policy, build_player, reply
 
 from accerl_mp.rollout.collect import Deal, Group, build_group, play_group
 from accerl_mp.rollout.env import EnvError
-from accerl_mp.rollout.records import group_values, write_transcripts
+from accerl_mp.rollout.records import group_values, transcript_as_markdown, write_transcripts
 from accerl_mp.samples import UNTRAINED
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:jericho")
@@ -200,10 +202,58 @@ def test_every_nth_episode_is_written(games_dir: Path, tmp_path: Path) -> None: 
     shown = (tmp_path / "episodes" / "train-0000002.json").read_text()
     assert '"reply": "take coin"' in shown
     assert '"command": null' in shown  # the invalid one
+    assert shown.count("\n") < 120, "a line a field, not a token"
     write_transcripts(tmp_path / "none", group, TOKENIZER, every=0)
     assert not (tmp_path / "none").exists()
     write_transcripts(tmp_path / "eval", collect(games_dir, kind="eval"), TOKENIZER, every=11)  # game 5 of 4 episodes: 20 to 23
     assert [path.name for path in (tmp_path / "eval").iterdir()] == ["eval-002-0022.json"]
+
+
+def test_a_transcript_holds_the_tokens_of_its_sample(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Put together again it is the sample, token by token; so is a window's, turn by turn."""
+    for mode in ("transcript", "window"):
+        group = collect(games_dir, history_mode=mode, tw_invalid_action_penalty=0.5)
+        for transcript in write_transcripts(tmp_path / mode, group, TOKENIZER, every=1):
+            samples = [sample for sample in group.samples if sample.episode_id == transcript["episode_id"]]
+            turns, ids = transcript["turns"], [sample.input_ids.tolist() for sample in samples]
+            parts = [turn["prompt_ids"] + turn["ids"] for turn in turns]
+            assert ids == (parts if mode == "window" else [list(chain(*parts))])
+            trained = [sample.labels != UNTRAINED for sample in samples]
+            for name, field in (("logprobs", "old_logprobs"), ("advantages", "token_advantages")):
+                expected = np.concatenate([getattr(sample, field)[where] for sample, where in zip(samples, trained, strict=True)])
+                assert list(chain(*(turn[name] for turn in turns))) == pytest.approx(expected.tolist(), abs=1e-4)
+            assert (transcript["outcome"], transcript["group_rewards"]) == ("samples", group.rewards.tolist())
+            for turn in turns:
+                texts = [TOKENIZER.text_of(token_id) for token_id in turn["prompt_ids"] + turn["ids"]]
+                assert texts == turn["prompt_tokens"] + turn["tokens"]
+
+
+def test_a_readable_file_says_the_same(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Whatever stands in its strings: brackets, quotes, line breaks, spaces."""
+    group = collect(games_dir, episode_ids=(0,))
+    group.records[0]["game"] = '[ "a"  \n ] {,} [\n 1, 2\n]'
+    group.records[0]["odd"] = [["[", "]"], [" [ ", "\n"], [], [{"a": [1, 2]}]]
+    [written] = write_transcripts(tmp_path, group, TOKENIZER, every=1)
+    [path] = tmp_path.iterdir()
+    assert json.loads(path.read_text()) == written
+
+
+def test_a_transcript_says_where_nothing_was_trained(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    no_signal = collect(games_dir, episode_ids=(3,))
+    [transcript] = write_transcripts(tmp_path, no_signal, TOKENIZER, every=1)
+    assert (transcript["outcome"], {turn["advantages"] for turn in transcript["turns"]}) == ("zero_std", {None})
+    evaluation, *_ = write_transcripts(tmp_path, collect(games_dir, kind="eval"), TOKENIZER, every=1)
+    assert (evaluation["outcome"], evaluation["advantage"], evaluation["group_rewards"]) == (None, None, None)
+    assert {turn["advantages"] for turn in evaluation["turns"]} == {None}
+
+
+def test_nothing_of_a_game_or_a_model_is_markdown(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    [transcript] = write_transcripts(tmp_path, collect(games_dir, episode_ids=(0,)), TOKENIZER, every=1)
+    attack = "\n\n# heading\n```\n<script>alert(1)</script>\n[link](javascript:alert(1))"
+    transcript["turns"][0] |= {"message": attack, "reply": attack}
+    lines = transcript_as_markdown(transcript | {"last_observation": attack}).splitlines()
+    assert sum("script" in line for line in lines) == 6
+    assert all(line.startswith("    ") for line in lines if any(word in line for word in ("heading", "```", "script", "link")))
 
 
 def test_the_tags_of_a_group(games_dir: Path) -> None:  # noqa: F811

@@ -1,6 +1,7 @@
 """Flags: parsing, files of flags, defaults that follow, and every refusal."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,16 @@ def folders(tmp_path: Path) -> dict[str, Any]:
     model, games = tmp_path / "model", tmp_path / "games"
     model.mkdir()
     games.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", "tokenizer.json"):
         (model / name).write_text("{}")
+    (model / "model.safetensors").write_bytes(safetensors(b"{}"))
     for name in ("a.z8", "a.json", "b.z8", "b.json"):
         (games / name).write_text("")
     return {"model_path": str(model), "tw_game_dir": str(games), "log_dir": str(tmp_path / "run")}
+
+
+def safetensors(header: bytes, body: bytes = b"") -> bytes:
+    return len(header).to_bytes(8, "little") + header + body
 
 
 def problems_of(values: dict[str, Any], *, num_gpus: int = 0, shm: int = 1 << 40) -> list[str]:
@@ -86,6 +92,13 @@ def test_an_unknown_setting_in_a_file_is_named() -> None:
         Config.from_flat({"num_rollouts": 3})
 
 
+def test_a_captured_copy_needs_staging(folders: dict[str, Any]) -> None:
+    gpu = {"placement": "dedicated", "sync_swap": "captured", "sync_staging": "off"}
+    config = resolve(Config.from_flat(folders | gpu), num_gpus=4, log_dir="unused")
+    problems = checks.check(config, num_gpus=4)
+    assert ["no staging memory to copy from" in problem for problem in problems].count(True) == 1, problems
+
+
 def test_flags_behind_a_file_override_it(tmp_path: Path) -> None:
     (tmp_path / "small.args").write_text("# a comment\n--model-path $MODEL_PATH\n--max-steps 5  # five\n--checkpoint-name ''\n")
     config = parse([f"@{tmp_path}/small.args", "--max-steps", "6"], environ={"MODEL_PATH": "/models/a b"})
@@ -119,10 +132,22 @@ def test_defaults_follow_from_the_gpus(num_gpus: int, expected: tuple) -> None:
     assert (run.placement, run.fsdp_world_size, config.inference.infer_size, model.dtype, model.attn_implementation) == expected
 
 
+def test_only_attention_over_a_whole_pack_is_compiled() -> None:
+    def choice(**values: Any) -> str:
+        return resolve(Config.from_flat(values), num_gpus=2, log_dir="unused").model.compile
+
+    assert (choice(), choice(attn_implementation="flash_attention_2"), choice(attn_implementation="sdpa")) == ("on", "on", "off")
+    assert choice(deterministic=True) == choice(dtype="float32") == choice(placement="cpu") == "off"
+    typed = Config.from_flat({"compile": "on", "attn_implementation": "sdpa", "train_packing": "varlen", "tw_game_dir": "unused"})
+    warnings = checks.warnings(resolve(typed, num_gpus=2, log_dir="unused"), typed)
+    assert any("--compile on with --attn-implementation sdpa" in warning for warning in warnings)
+
+
 def test_after_resolve_no_none_means_default() -> None:
     config = resolve(Config(), num_gpus=0, log_dir="runs/x")
     meaningful = {
-        "chat_template", "tw_game_limit", "dual_clip", "train_token_budget", "fsdp_master_port", "max_sync_rounds", "eval_game_dir"
+        "chat_template", "tw_game_limit", "dual_clip", "train_token_budget", "fsdp_master_port", "max_sync_rounds", "eval_game_dir",
+        "kv_cache_gib",
     }  # fmt: skip
     assert {name for name, value in config.to_flat().items() if value is None} == meaningful
     assert config.replay.replay_capacity == 16 * 8 * 4
@@ -178,8 +203,13 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"eval_every_rounds": 5}, "--eval-every-rounds 5 needs --eval-game-dir"),
     ({"eval_game_dir": "/no/such"}, "--eval-game-dir /no/such: no such folder"),
     ({"checkpoint_every_sync_rounds": 5}, "needs --save-checkpoint"),
+    ({"sync_swap": "captured"}, "--sync-swap captured with --placement cpu: vLLM's CPU kernels pack their weights"),
+    ({"sync_pause": "off", "sync_mode": "drain"}, "--sync-pause off with --sync-mode drain, which needs vLLM to stand still"),
+    ({"sync_pause": "off", "sync_staging": "off"}, "--sync-pause off with --sync-staging off"),
+    ({"sync_pause": "off", "kv_on_sync": "recompute"}, "--sync-pause off with --kv-on-sync recompute"),
     ({"placement": "dedicated", "fsdp_world_size": 3, "num_rollout_workers": 3}, "needs 4 GPUs (--fsdp-world-size 3 + --infer-size 1 x"),
-    ({"placement": "colocated"}, "--placement colocated"),
+    ({"placement": "colocated", "fsdp_world_size": 1}, "--placement colocated needs a GPU"),
+    ({"placement": "colocated", "fsdp_world_size": 2}, "--placement colocated is one trainer rank and one engine on one GPU"),
     ({"min_lr_ratio": 2.0}, "--min-lr-ratio must be between 0 and 1"),
     ({"learning_rate": float("nan")}, "--learning-rate must be a finite number"),
     ({"tw_game_pattern": "/games/*.z8"}, "is an absolute path"),
@@ -187,6 +217,11 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"log_dir": __file__ + "/run"}, "is a file; name another folder"),
     ({"save_checkpoint": True, "checkpoint_dir": __file__}, "--checkpoint-dir"),
     ({"max_sync_rounds": 0}, "--max-sync-rounds must be at least 1"),
+    ({"fsdp_master_port": 70000}, "--fsdp-master-port 70000 is no port"),
+    ({"fsdp_master_port": -1}, "--fsdp-master-port must be at least 0"),
+    ({"fsdp_master_addr": "no.such.host.invalid"}, "--fsdp-master-addr no.such.host.invalid: no such host"),
+    ({"fsdp_master_addr": "192.0.2.1"}, "--fsdp-master-addr 192.0.2.1, --fsdp-master-port 0: torchrun could not listen there"),
+    ({"step_timeout_s": 1800.0}, "--step-timeout-s 1800 must be below 1800"),
 ]
 
 
@@ -226,6 +261,35 @@ def test_an_incomplete_model_folder_is_refused(folders: dict[str, Any], missing:
     assert any(problem.startswith("--model-path") for problem in problems_of(folders))
 
 
+HEADER = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+DAMAGE = {
+    "empty": (b"", "do not even hold its header"),
+    "shorter than its header": (safetensors(HEADER)[:20], "do not even hold its header"),
+    "cut weights": (safetensors(HEADER, bytes(7)), "bytes, its header speaks of"),
+    "more than its weights": (safetensors(HEADER, bytes(9)), "bytes, its header speaks of"),
+    "no json": (safetensors(b"x" * 8), "its header is no table of tensors"),
+    "another table": (safetensors(b'{"a": 3}'), "its header is no table of tensors"),
+    "a list": (safetensors(b"[]"), "its header is no table of tensors"),
+    "an LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "do not even hold its header"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_weights_are_refused_before_anything_reads_them(folders: dict[str, Any], case: str) -> None:
+    content, message = DAMAGE[case]
+    file = Path(folders["model_path"]) / "model.safetensors"
+    file.write_bytes(content)
+    assert any("model.safetensors is damaged" in problem and message in problem for problem in problems_of(folders)), problems_of(folders)
+    file.write_bytes(safetensors(HEADER, bytes(8)))
+    assert problems_of(folders) == []
+
+
+def test_a_missing_shard_is_named(folders: dict[str, Any]) -> None:
+    names = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    (Path(folders["model_path"]) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    assert any("model-2.safetensors of model.safetensors.index.json are missing" in problem for problem in problems_of(folders))
+
+
 def test_a_small_dev_shm_is_refused_with_the_size_needed(folders: dict[str, Any]) -> None:
     problems = problems_of(folders | {"replay_bytes": 100 << 20}, shm=64 << 20)
     assert any("64 MiB free" in problem and "204 MiB" in problem for problem in problems)
@@ -240,6 +304,19 @@ def test_a_used_run_folder_is_refused(folders: dict[str, Any]) -> None:
 
 def test_held_out_games_must_not_be_the_training_games(folders: dict[str, Any]) -> None:
     assert any("--eval-game-dir" in problem for problem in problems_of(folders | {"eval_game_dir": folders["tw_game_dir"]}))
+
+
+def test_the_ftwp_archives_folders_are_taken_as_they_are_but_not_one_inside_the_other(folders: dict[str, Any]) -> None:
+    archive = Path(folders["tw_game_dir"])
+    for split in ("train", "valid"):
+        (archive / split).mkdir()
+        for name in (f"tw-cooking-{split}.z8", f"tw-cooking-{split}.json", f"tw-cooking-{split}.ulx"):
+            (archive / split / name).write_text("")
+    assert problems_of(folders | {"tw_game_dir": str(archive / "train"), "eval_game_dir": str(archive / "valid")}) == []
+    found = problems_of(folders | {"eval_game_dir": str(archive / "valid")})
+    assert len(found) == 1
+    assert "1 of its games are in --tw-game-dir" in found[0]
+    assert "tw-cooking-valid.z8" in found[0]
 
 
 def test_files_of_flags_that_are_no_text_are_refused(tmp_path: Path) -> None:
@@ -257,6 +334,17 @@ def test_an_empty_log_dir_is_the_default() -> None:
 def test_a_bad_value_is_a_problem_like_all_others() -> None:
     with pytest.raises(ConfigError, match="--batch-size"):
         parse(["--batch-size", "x"], environ={})
+
+
+def test_all_bad_values_and_unknown_flags_come_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(["--batch-size", "x", "--dtype", "fp8", "--learning-rate=fast", "--no-such", "--seed", "1"], environ={})
+    assert error.value.problems == [
+        "--batch-size x: expected a whole number",
+        "--dtype fp8: expected one of auto, bfloat16, float16, float32",
+        "--learning-rate fast: expected a number",
+        "--no-such: no such flag; bash launch.sh --help lists them",
+    ]
 
 
 def test_flags_that_other_flags_leave_idle_are_said(folders: dict[str, Any]) -> None:
@@ -279,3 +367,13 @@ def test_the_users_own_list_of_gpus_is_what_the_gpus_means(monkeypatch: pytest.M
 def test_trainers_take_the_first_gpus_and_engines_the_next_in_the_users_order() -> None:
     plan = plan_gpus(["5", "2", "7", "0"], placement="dedicated", world_size=2, infer_size=1, infer_tp_size=2)
     assert (plan.trainer, plan.inference) == (["5", "2"], [["7", "0"]])
+
+
+def test_help_is_grouped_by_role_and_shows_defaults() -> None:
+    text = build_parser().format_help()
+    places = [text.index(f"{group.__doc__}:") for group in GROUPS.values()]
+    assert places == sorted(places)
+    for group in GROUPS.values():
+        for field in dataclasses.fields(group):
+            if field.default not in (None, "", False):
+                assert f"[{field.default}]" in " ".join(text[text.index(option_of(field.name)) :].split()), field.name

@@ -195,7 +195,7 @@ if __name__ == "__main__":
     script = folder.parent / "greedy.py"
     script.write_text(code)
     quiet = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    quiet |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}
+    quiet |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1", "TORCH_COMPILE_DISABLE": "1"}
     environment = os.environ | quiet
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=180, check=False)
     answers = [line for line in done.stdout.splitlines() if line.startswith("TOKENS ")]
@@ -230,5 +230,5 @@ def test_a_run_that_is_asked_to_end_ends_and_leaves_nothing(start: Callable[...,
         time.sleep(0.5)
     run.process.send_signal(signal.SIGTERM)  # SIGINT may be ignored: a shell starts what it puts in the background that way
     output, _ = run.process.communicate(timeout=90)
-    assert run.process.returncode == 143, output
+    assert run.process.returncode == 0, output
     assert not [path for path in Path("/dev/shm").iterdir() if run.paths.run_id in path.name]

@@ -24,8 +24,11 @@ CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
         {"train_packing": "padded", "loss_aggregation": "sequence", "rl_algorithm": "ppo", "ppo_normalize_advantages": True},
     ),
     "packed, start model": ("qwen3", True, {"ref_kl_coef": 0.5, "max_sample_reuse": 2, "recompute_old_logprobs": True}),
+    "fused projections, last layer": ("phi3", False, {"train_mode": "last_layer", "train_logprob_mode": "response_only_lm_head"}),
+    "scaled embeddings, sliding window": ("gemma3_text", True, {"train_mode": "last_layer"}),
     "experts": ("qwen3_moe", False, {"clip_mode": "gspo", "router_aux_loss_coef": 0.1}),
 }
+pytestmark = pytest.mark.timeout(300)  # the first test waits for two new processes that train every case twice
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -93,7 +96,7 @@ def test_two_ranks_make_the_same_update_as_one(name: str, unsharded: bool, train
     assert abs(two["after"] - two["before"]).max() > 1e-3  # it did learn something
 
 
-@pytest.mark.parametrize("name", ["packed, tied", "packed, head only", "packed, last layer, weight decay"])
+@pytest.mark.parametrize("name", ["packed, tied", "packed, head only", "packed, last layer, weight decay", "fused projections, last layer"])
 def test_only_what_trains_moves(name: str, trained_by_two: Path) -> None:
     config, _ = _case(trained_by_two, name)
     start = dict(iter_weights(load_model(config, CPU), trainable_only=False, dtype=None))

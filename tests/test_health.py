@@ -187,6 +187,20 @@ def test_an_expired_wait_makes_the_awaited_process_write_its_stacks_and_usr1_doe
     assert "ingest/0 INFO  ends: ingest/0 was asked to stop" in paths.log("ingest", 0).read_text()
 
 
+def test_a_rank_leaves_without_the_interpreters_own_end(tmp_path: Path) -> None:
+    mark = tmp_path / "interpreter-ended"
+    code = f"""
+import atexit, pathlib, sys
+from accerl_mp.transport.process import exit_now
+atexit.register(pathlib.Path({str(mark)!r}).touch)
+print("said")
+exit_now(3)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (3, "said\n")
+    assert not mark.exists()
+
+
 def test_a_reader_never_sees_half_a_wait(paths: RunPaths) -> None:
     health, watcher = open_health(paths, "stats/0"), HealthTable.attach(paths.health)
     row, stop, torn = watcher.row_of("stats/0"), threading.Event(), []

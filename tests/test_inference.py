@@ -1,6 +1,11 @@
 """The inference process: token ids in and out, stop tokens, logprobs, salts, errors."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -18,8 +23,10 @@ from engine_fixture import (  # noqa: F401 (fixtures)
     greedy_of,
 )
 
+from accerl_mp.config import Config
 from accerl_mp.inference.stops import find_stop_ids
 from accerl_mp.inference.versions import VersionLedger
+from accerl_mp.models.build import compute_dtype
 from accerl_mp.transport.channels import MetricsReceiver
 
 pytestmark = pytest.mark.timeout(180)
@@ -46,6 +53,40 @@ def test_ledger_cuts_where_the_worker_says() -> None:
 def test_stop_text_is_found_in_every_token_that_holds_it(tmp_path: Path, text: str, expected: list[int]) -> None:
     _write_tokenizer(tmp_path / "tokenizer")
     assert find_stop_ids(tmp_path / "tokenizer", text) == expected
+
+
+ENGINE_FLAGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"dtype": "float32", "seed": 8, "logprobs_mode": "processed_logprobs", "enforce_eager": True}),
+    ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+    ({"dtype": "float32", "placement": "colocated"}, {"dtype": "float32", "enforce_eager": False, "gpu_memory_utilization": 0.5}),
+    ({"placement": "colocated"}, {"dtype": "bfloat16"}),
+    ({"seed": 40}, {"seed": 41}),
+    ({"vllm_max_num_seqs": 5, "vllm_max_num_batched_tokens": 77}, {"max_num_seqs": 5, "max_num_batched_tokens": 77}),
+    ({"vllm_max_model_len": 99}, {"max_model_len": 99}),
+    ({"disable_vllm_prefix_caching": True}, {"enable_prefix_caching": False}),
+    ({"infer_tp_size": 2, "enable_expert_parallel": True}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+]
+"""(flags, what vLLM is started with) of the second inference process."""
+
+
+@pytest.mark.vllm
+def test_vllm_is_started_with_what_the_flags_say(tmp_path: Path) -> None:
+    """In a process of its own: importing vLLM changes the one it is in. The dtype is the trainer's."""
+    base = {"placement": "cpu", "dtype": "auto", "seed": 7, "gpu_memory_utilization": 0.5, "model_path": str(tmp_path)}
+    configs = [base | flags for flags, _ in ENGINE_FLAGS]
+    program = (
+        "import json, sys; from accerl_mp.config import Config; from accerl_mp.inference.engine import engine_arguments;"
+        "print(json.dumps([engine_arguments(Config.from_flat(flags), 1) for flags in json.loads(sys.argv[1])]))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [sys.executable, "-c", program, json.dumps(configs)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-2000:]
+    started = json.loads(done.stdout.splitlines()[-1])
+    for flags, (_, expected), got in zip(configs, ENGINE_FLAGS, started, strict=True):
+        assert {name: got[name] for name in expected} == expected
+        device = torch.device("cpu" if flags["placement"] == "cpu" else "cuda")
+        assert getattr(torch, got["dtype"]) == compute_dtype(Config.from_flat(flags), device)
 
 
 @pytest.mark.vllm

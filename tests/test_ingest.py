@@ -21,7 +21,7 @@ from sample_factory import assert_same, make_group
 
 from accerl_mp.config import Config, resolve
 from accerl_mp.ingest.admission import Admission, Progress, Supply
-from accerl_mp.ingest.balance import FlopsEstimate, RankLoad, order_ranks
+from accerl_mp.ingest.balance import FlopsEstimate
 from accerl_mp.ingest.dealer import EVAL_BASE, MAX_STRIKES, Dealer, Schedule
 from accerl_mp.ingest.evaluation import Evaluation
 from accerl_mp.ingest.rings import Rings
@@ -318,11 +318,6 @@ def test_packs_are_estimated_by_length_then_measured():
 # Balance and evaluation
 
 
-def test_who_stands_still_comes_first_then_who_has_least():
-    loads = [RankLoad(0, 50.0, 0), RankLoad(1, 90.0, 4), RankLoad(2, 10.0, -3), RankLoad(3, 100.0, 1)]
-    assert order_ranks(loads) == [1, 3, 2, 0]
-
-
 def test_long_samples_cost_more_than_their_tokens(tmp_path):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps(sizes))
@@ -401,6 +396,8 @@ class Run:
         self.board.set("stop", 1)
         codes = {name: process.wait(10) for name, process in self.processes.items()}
         assert set(codes.values()) <= {0}, (codes, self.log("ingest-0"))
+        books = json.loads((self.paths.run_dir / "books.json").read_text())
+        assert (books["groups"]["imbalance"], books["samples"]["imbalance"]) == (0, 0), books
 
     def log(self, name: str) -> str:
         return (self.paths.run_dir / "logs" / f"{name}.log").read_text()

@@ -21,13 +21,14 @@ ROWS = {
     **dict.fromkeys(("algorithms", "transport", "models"), 1),
     **dict.fromkeys(("weight_sync",), 2),
     **dict.fromkeys(("trainer", "inference", "rollout", "ingest", "stats"), 3),
-    **dict.fromkeys(("launcher", "tools", "presets"), 4),
+    **dict.fromkeys(("launcher", "presets"), 4),
+    **dict.fromkeys(("tools",), 5),
 }
 """Folders; a module at the top of the package is row 0."""
 
 HOMES = {
     "zmq": ("transport/",),
-    "textworld": ("rollout/env.py", "tools/make_games.py"),
+    "textworld": ("rollout/env.py", "tools/make_games.py", "tools/challenges.py"),
     "vllm": ("inference/", "weight_sync/"),
     "torch.distributed": ("models/", "weight_sync/", "trainer/"),
     "tensorboard": ("stats/",),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from accerl_mp.algorithms import logprobs as module
 from accerl_mp.algorithms.logprobs import token_logprobs
 
 
@@ -57,3 +58,16 @@ def test_no_rows_are_no_problem() -> None:
     logprobs, _ = token_logprobs(logits, torch.zeros(0, dtype=torch.long))
     logprobs.sum().backward()
     assert logits.grad.shape == (0, 7)
+
+
+def test_what_is_compiled_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions that a GPU compiles, run as they are; tests/gpu runs them compiled."""
+    monkeypatch.setattr(module, "_compiled_reduce", lambda: module._reduce_rows)
+    monkeypatch.setattr(module, "_compiled_grads", lambda: module._write_grads_in_one_pass)
+    torch.manual_seed(0)
+    logits, targets, weights = (torch.randn(9, 50) * 3).bfloat16(), torch.randint(0, 50, (9,)), torch.randn(9)
+    ours, plain = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    for tensor, compiled in ((ours, True), (plain, False)):
+        logprobs, _ = token_logprobs(tensor, targets, temperature=0.7, compiled=compiled, chunk_rows=4)
+        (logprobs * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad, atol=1e-6, rtol=1e-2)

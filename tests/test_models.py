@@ -22,7 +22,9 @@ def _logits(model: torch.nn.Module, ids: torch.Tensor, lengths: list[int] | None
     return model(input_ids=ids, position_ids=positions, use_cache=False, **arguments).logits.detach()
 
 
-@pytest.mark.parametrize(("kind", "tied"), [*KINDS, ("mistral", False)])
+@pytest.mark.parametrize(
+    ("kind", "tied"), [*KINDS, ("mistral", False), ("phi3", False), ("gemma", True), ("gemma2", True), ("gemma3_text", True)]
+)
 def test_a_pack_equals_each_of_its_samples_alone(kind: str, tied: bool, tmp_path: Path) -> None:
     """Against Transformers' own model on each sample: weights, positions and attention at once."""
     reference = tiny.save_tiny(tmp_path, kind, tied=tied)

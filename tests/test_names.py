@@ -15,7 +15,8 @@ from accerl_mp.models.names import iter_weights, manifest
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-MODELS = [("qwen3", True, {}), ("qwen3", False, {}), ("qwen2", True, {}), ("llama", False, {}), ("qwen3_moe", False, EXPERTS)]
+MODELS: list[tuple[str, bool, dict]] = [("qwen3", True, {}), ("qwen3", False, {}), ("qwen2", True, {}), ("llama", False, {})]
+MODELS += [("phi3", False, {}), ("gemma3_text", True, {}), ("qwen2_moe", False, EXPERTS), ("qwen3_moe", False, EXPERTS)]
 
 
 @pytest.mark.parametrize(("kind", "tied", "options"), MODELS)

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
-from trainer_cases import LAYOUTS, Rig, sharded_model, single_rank
+from trainer_cases import LAYOUTS, Rig, made_sample, sharded_model, single_rank
 
 from accerl_mp.samples import count_quarters
 from accerl_mp.stats.tags import TAGS, expected
@@ -17,6 +18,7 @@ from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import Replay
 from accerl_mp.trainer.sharded import Reference
 from accerl_mp.trainer.step import LocalTotals, Stepper
+from accerl_mp.transport import ring_memory as at
 
 
 @pytest.fixture
@@ -68,11 +70,16 @@ def test_samples_are_given_back_only_when_the_step_starts(make_rig: Any) -> None
 
 
 def test_a_group_whose_oldest_token_is_too_old_goes_as_a_whole(make_rig: Any) -> None:
-    rig = make_rig(max_policy_lag=2)
-    rig.put(version=1)
+    """Here for the first token of its second episode alone."""
+    rig, rng = make_rig(max_policy_lag=2), np.random.default_rng(1)
+    group = [made_sample(rng, group_id=9, episode_id=index) for index in range(4)]
+    for sample in group:
+        sample.output_versions[:] = 4
+    group[1].output_versions[0] = 1
+    rig.writer.try_put_group(group)
     rig.put(version=3)
     rig.put(version=4)
-    assert {group for group, _ in rig.train(version=4)} == {2, 3}
+    assert {group for group, _ in rig.train(version=4)} == {1, 2}
     counts = rig.replay.take_counts()
     assert (len(counts.expired_lengths), counts.consumed) == (4, 8)
     assert sorted(counts.lags_oldest) == [0] * 4 + [1] * 4
@@ -195,15 +202,27 @@ def test_a_sample_for_another_algorithm_is_refused_and_counted(make_rig: Any) ->
     assert rig.reader.num_live == 0
 
 
-def test_a_damaged_record_is_skipped(make_rig: Any) -> None:
+def test_a_group_with_a_refused_member_is_dropped_whole(make_rig: Any) -> None:
+    """The rest of it would be a biased group: its advantages add up to 0 only together."""
+    rig = make_rig()
+    rng = np.random.default_rng(1)
+    rig.writer.try_put_group([made_sample(rng, group_id=9, algorithm="ppo" if index == 2 else "grpo") for index in range(4)])
+    for _ in range(2):
+        rig.put(4)
+    assert {group for group, _ in rig.train()} == {1, 2}
+    assert rig.replay.take_counts().invalid == 4
+    assert rig.reader.num_live == 0
+
+
+def test_a_group_with_a_damaged_member_is_dropped_whole(make_rig: Any) -> None:
     rig = make_rig()
     for _ in range(3):
-        rig.put()
-    rig.writer.memory.arena[:4, 100:120] ^= 0xFF
-    taken = rig.train()
+        rig.put(4)
+    second = rig.reader.ready()[1]
+    rig.writer.memory.arena[int(rig.reader.memory.slots[second.slot, at.FIRST_PAGE]), 100:120] ^= 0xFF
+    assert {group for group, _ in rig.train()} == {2, 3}
     counts = rig.replay.take_counts()
-    assert counts.torn > 0
-    assert len(taken) == 8
+    assert (counts.torn, counts.invalid, counts.consumed) == (1, 3, 8)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2])

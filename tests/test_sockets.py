@@ -11,6 +11,7 @@ from pathlib import Path
 import msgpack
 import pytest
 import zmq
+from sample_factory import make_record
 
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, sockets
@@ -155,7 +156,7 @@ def test_metrics_arrive_as_sum_count_and_max(paths):
     receiver, sender = MetricsReceiver(paths), MetricsSender(paths, "rollout/0")
     sender.values({"A/Number": 2, "A/Triple": (6.0, 3, 4)})
     sender.values({"Eval/WinRate": (3, 4, 1)}, step=7, version=2)
-    sender.episode({"episode_id": 1})
+    sender.episode(make_record(episode_id=1))
     sender.round({"step": 3, "version": 1, "values": {"Train/Loss": 0.5}})
     records = []
     while len(records) < 4:
@@ -165,7 +166,7 @@ def test_metrics_arrive_as_sum_count_and_max(paths):
     values, point, episode, closed = records
     assert (values["source"], values["values"]) == ("rollout/0", {"A/Number": [2.0, 1.0, 2.0], "A/Triple": [6.0, 3.0, 4.0]})
     assert (point["step"], point["version"]) == (7, 2)
-    assert episode["episode"] == {"episode_id": 1}
+    assert episode["episode"] == make_record(episode_id=1)
     assert (closed["kind"], closed["step"], closed["values"]) == ("round", 3, {"Train/Loss": [0.5, 1.0, 0.5]})
     assert closed["time"] == pytest.approx(time.time(), abs=60)
     sender.close()
@@ -197,7 +198,7 @@ def test_a_broken_metric_is_counted_and_skipped(paths, context):
     push = sockets.connect_push(context, paths, channels.METRICS)
     for data in (b"junk", msgpack.packb({"kind": "no such kind"}), msgpack.packb({"kind": ["a list"]})):
         push.send(data)
-    push.send(pack("values", example("values") | {"kind": "values"}))
+    push.send(pack("values", example("values") | {"kind": "values", "values": {"A/Number": [1.0, 1.0, 1.0]}}))
     records = []
     while not records:
         records = receiver.receive(5.0)

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata as hparams_metadata
 
 from accerl_mp.config import Config
-from accerl_mp.stats import tags
+from accerl_mp.stats import events, tags
 from accerl_mp.stats.bottleneck import Situation, bottleneck, situation
 from accerl_mp.stats.collector import SETTLE_S, Collector
 from accerl_mp.stats.status import Status
 from accerl_mp.stats.windows import EpisodeWindow, RoundSums
-from accerl_mp.stats.writer import AppendFile, MetricFiles, flags_as_markdown, read_status
+from accerl_mp.stats.writer import AppendFile, MetricFiles, read_status
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MetricsSender
@@ -114,7 +115,7 @@ def test_every_tag_that_the_source_names_is_in_the_table() -> None:
 
 def test_the_markdown_table_has_a_row_for_each_tag() -> None:
     rows = tags.markdown().splitlines()
-    assert len(rows) == 2 + len(tags.TAGS) + 1
+    assert len(rows) == 2 + len(tags.TAGS) + len(tags.HISTOGRAMS) + 1
     assert all(row.count("|") == 7 for row in rows)
 
 
@@ -227,6 +228,7 @@ def test_a_round_is_written_to_both_files_and_said(tmp_path: Path) -> None:
     sent = {"Train/Loss": (1.5, 1, 1.5), "Train/SamplesPerSec": (24.6, 2, 0.0), "Train/TokensPerSec": (3210.0, 1, 0.0)}
     collector.take(values(values=sent), 1.0)
     collector.take(values(values={"Replay/TrainSampleTrainerVersionLagMean": (6.0, 5, 2.0), "Time/trainer/wait": (6.1, 3, 4.0)}), 9.0)
+    collector.take(values("rollout/0", values={"Time/rollout/reply": (9.0, 40, 1.0), "Time/rollout/env": (0.5, 40, 0.1)}), 9.5)
     collector.take(round_record(24, 12, round=12), 10.0)
     collector.close_due(10.0 + SETTLE_S)
     files.close()
@@ -368,7 +370,7 @@ def test_a_new_process_appends_and_goes_on_counting(tmp_path: Path) -> None:
     started = set()
     for start in (0, 2):
         collector, files = collector_in(tmp_path)
-        files.write_text("run/flags", flags_as_markdown({"max_steps": 5}))
+        files.write_flags({"max_steps": 5}, started_s=1000.0)
         collector.take({"kind": "episode", "source": "rollout/0", "episode": episode()}, 0.0)
         for step in (start + 1, start + 2):
             collector.take(round_record(step, step, values={"Train/Loss": (float(step), 1, 0.0)}), float(step))
@@ -386,12 +388,85 @@ def test_a_new_process_appends_and_goes_on_counting(tmp_path: Path) -> None:
 
 def test_the_flags_are_a_text_in_tensorboard(tmp_path: Path) -> None:
     files = MetricFiles(tmp_path)
-    files.write_text("run/flags", flags_as_markdown(Config.from_flat({"max_steps": 123}).to_flat()))
+    files.write_flags(Config.from_flat({"max_steps": 123}).to_flat(), started_s=1000.0)
     files.close()
     accumulator = EventAccumulator(str(tmp_path)).Reload()
     [event] = accumulator.Tensors("run/flags")
     assert "| `--max-steps` | `123` |" in event.tensor_proto.string_val[0].decode()
     assert accumulator.SummaryMetadata("run/flags").plugin_data.plugin_name == "text"
+
+
+def test_the_flags_are_a_row_of_the_hparams_tab(tmp_path: Path) -> None:
+    files = MetricFiles(tmp_path)
+    files.write_flags({"max_steps": 5, "compile": "auto", "synchronous": False, "chat_template": None}, started_s=1000.0)
+    files.close()
+    content = hparams_metadata.SESSION_START_INFO_TAG, hparams_metadata.EXPERIMENT_TAG
+    start, experiment = (EventAccumulator(str(tmp_path)).Reload().SummaryMetadata(tag).plugin_data.content for tag in content)
+    row = hparams_metadata.parse_session_start_info_plugin_data(start)
+    assert row.start_time_secs == 1000.0
+    assert row.hparams["max_steps"].number_value == 5
+    assert row.hparams["synchronous"].WhichOneof("kind") == "bool_value"
+    assert row.hparams["compile"].string_value == "auto"
+    columns = hparams_metadata.parse_experiment_plugin_data(experiment)
+    assert {info.name for info in columns.hparam_infos} == set(row.hparams)
+    assert {info.name.tag for info in columns.metric_infos} <= set(tags.TAGS)
+
+
+def test_every_tag_of_the_overview_is_in_the_table() -> None:
+    known = [*tags.TAGS, "Time/trainer/wait", "Time/rollout/env"]
+    for charts in events.OVERVIEW.values():
+        for patterns in charts.values():
+            for pattern in patterns:
+                assert any(re.match(pattern, tag) for tag in known), pattern
+
+
+def test_histograms_count_every_number_once(tmp_path: Path) -> None:
+    """Whatever the bins: as many numbers, their sum, and each in the bin whose limits hold it."""
+    files = MetricFiles(tmp_path)
+    narrow, wide = {2: 3, 0: 1}, {10: 1, 500: 7, 1023: 2, 11: 4}
+    files.write_histograms(step=7, time_s=1.0, counted={"Replay/PolicyLagOldest": narrow, "Rollout/EpisodeTokens": wide})
+    files.close()
+    accumulator = EventAccumulator(str(tmp_path)).Reload()
+    assert accumulator.Tags()["histograms"] == ["Replay/PolicyLagOldest", "Rollout/EpisodeTokens"]
+    [event] = accumulator.Histograms("Replay/PolicyLagOldest")
+    assert (event.step, event.histogram_value.bucket_limit, event.histogram_value.bucket) == (7, [1, 2, 3], [1, 0, 3])
+    [event] = accumulator.Histograms("Rollout/EpisodeTokens")
+    got = event.histogram_value
+    assert (got.min, got.max, got.num, got.sum) == (10, 1023, 14, sum(value * count for value, count in wide.items()))
+    assert len(got.bucket) <= events.MAX_BINS
+    width = got.bucket_limit[1] - got.bucket_limit[0]
+    held = {sum(count for value, count in wide.items() if limit - width <= value < limit) for limit in got.bucket_limit}
+    assert held == set(got.bucket)
+    assert sum(got.bucket) == 14
+
+
+def test_a_rounds_histograms_are_those_of_its_episodes_and_lags(tmp_path: Path) -> None:
+    collector, files = collector_in(tmp_path)
+    for step, turns in ((1, [2, 2, 6]), (2, [3])):
+        for number in turns:
+            collector.take({"kind": "episode", "source": "rollout/0", "episode": episode(num_turns=number, num_tokens=50 * number)}, 0.0)
+        collector.take({"kind": "episode", "source": "rollout/0", "episode": episode(kind="eval", num_turns=99)}, 0.0)
+        for rank in (0, 1):
+            collector.take({"kind": "numbers", "source": f"trainer/{rank}", "numbers": {"Replay/PolicyLagOldest": [rank, step]}}, 0.0)
+        collector.take(round_record(step, step), float(step))
+        collector.close_due(step + 0.5)
+    files.close()
+    accumulator = EventAccumulator(str(tmp_path), size_guidance={"histograms": 0}).Reload()
+    assert set(accumulator.Tags()["histograms"]) == set(tags.HISTOGRAMS)
+    first, second = (event.histogram_value for event in accumulator.Histograms("Rollout/EpisodeTurns"))
+    assert (first.bucket, first.min, first.max, second.bucket) == ([2, 0, 0, 0, 1], 2, 6, [1])
+    lags = [event.histogram_value for event in accumulator.Histograms("Replay/PolicyLagOldest")]
+    assert [(one.num, one.sum) for one in lags] == [(4, 3), (4, 5)]
+
+
+def test_a_text_is_written_at_the_step_of_the_last_round(tmp_path: Path) -> None:
+    collector, files = collector_in(tmp_path)
+    collector.take(round_record(8, 2), 1.0)
+    collector.close_due(2.0)
+    collector.take({"kind": "text", "source": "rollout/0", "tag": "Episodes/train", "text": "hello"}, 3.0)
+    files.close()
+    [event] = EventAccumulator(str(tmp_path)).Reload().Tensors("Episodes/train")
+    assert (event.step, event.tensor_proto.string_val[0]) == (8, b"hello")
 
 
 def test_status_names_throughput_and_shares(tmp_path: Path) -> None:
@@ -443,7 +518,7 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
     ("now", "expected"),
     [
         (
-            Situation(trainer_wait=0.61, trainer_push=0.02, rollout_reply=0.97, rollout_env=0.03),
+            Situation(trainer_wait=0.61, trainer_push=0.02, rollout_reply=0.9, rollout_own=0.08),
             "generation-bound: trainer waited 61 %; raise --infer-size or --max-policy-lag",
         ),
         (
@@ -451,8 +526,8 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
             "trainer-bound: trainer computed 91 %; raise --fsdp-world-size",
         ),
         (
-            Situation(trainer_wait=0.5, rollout_reply=0.9, rollout_env=0.72),
-            "env-bound: trainer waited 50 %, rollouts spent 72 % in env steps; raise --num-rollout-workers",
+            Situation(trainer_wait=0.5, rollout_reply=0.2, rollout_own=0.72),
+            "env-bound: trainer waited 50 %, rollouts spent 72 % in game steps and prompts; raise --num-rollout-workers",
         ),
         (
             Situation(trainer_wait=0.3, trainer_push=0.41, rollout_reply=0.6),
@@ -461,6 +536,18 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
         (
             Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66),
             "admission-bound: trainer waited 40 %, rollouts waited 66 % for work; raise --max-policy-lag",
+        ),
+        (
+            Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66, has_lag_limit=False),
+            "admission-bound: trainer waited 40 %, rollouts waited 66 % for work; raise --replay-capacity",
+        ),
+        (
+            Situation(trainer_wait=0.67, rollout_reply=0.2, rollout_own=0.49, rollout_work=0.24),
+            "env-bound: trainer waited 67 %, rollouts spent 49 % in game steps and prompts; raise --num-rollout-workers",
+        ),
+        (
+            Situation(trainer_wait=0.4),
+            "rollout-bound: trainer waited 40 %, rollouts have not said for what; raise --num-rollout-workers or --infer-size",
         ),
         (
             Situation(trainer_wait=0.1, trainer_other=0.5),
@@ -482,7 +569,7 @@ def test_every_flag_that_a_sentence_names_exists() -> None:
     for placement in ("cpu", "colocated", "dedicated"):
         for wait in shares:
             for work in shares:
-                now = Situation(trainer_wait=wait, trainer_push=0.9 - wait, rollout_env=work, rollout_work=0.9 - work, placement=placement)
+                now = Situation(trainer_wait=wait, trainer_push=0.9 - wait, rollout_own=work, rollout_work=0.9 - work, placement=placement)
                 named = [word.strip(",;") for word in bottleneck(now).split() if word.startswith("--")]
                 assert named
                 assert all(word[2:].replace("-", "_") in flags for word in named), named
@@ -540,6 +627,8 @@ def test_the_process_writes_rounds_and_a_killed_one_is_replaced(tmp_path: Path) 
         with running_stats(paths):
             rollout.episode(episode(won=True))
             rollout.values({"Rollout/ResubmittedTurns": 3})
+            rollout.text("Episodes/train", "an episode")
+            trainer.numbers({"Replay/PolicyLagOldest": [0, 2], "Rollout/EpisodeTurns": []})
             trainer.values({"Train/Loss": (6.0, 3, 4.0)})
             trainer.round({"step": 1, "version": 1, "values": {"Train/LearningRate": 0.5}})
             [line] = wait_for_lines(tmp_path, 1)
@@ -559,6 +648,9 @@ def test_the_process_writes_rounds_and_a_killed_one_is_replaced(tmp_path: Path) 
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 1, *range(2, 50)]
     assert scalars_of(tmp_path, "Eval/WinRate") == [(1, 0.5)]
     assert [step for step, _ in scalars_of(tmp_path, "Rollout/WindowEpisodes")] == list(range(1, 50))
+    accumulator = EventAccumulator(str(tmp_path)).Reload()
+    assert accumulator.Histograms("Replay/PolicyLagOldest")[0].histogram_value.bucket == [1, 0, 1]
+    assert [event.tensor_proto.string_val[0] for event in accumulator.Tensors("Episodes/train")] == [b"an episode"]
     status = read_status(tmp_path)
     assert (status["step"], status["round"], status["restarts"], status["eval_first"]["win_rate"]) == (49, 49, 2, 0.5)
     assert b"round 49  step 49  version 49" in said

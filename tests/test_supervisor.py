@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from accerl_mp.config import Config
-from accerl_mp.launcher.supervisor import LAUNCH_PID
+from accerl_mp.launcher.supervisor import BY_HAND, LAUNCH_PID
 from accerl_mp.launcher.sweep import leftovers, sweep
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
@@ -25,10 +26,10 @@ ROOT = Path(__file__).parent.parent
 class Run:
     """A run of fake ranks and roles under a real supervisor."""
 
-    def __init__(self, run_dir: Path, modes: str, *, world_size: int = 1, max_restarts: int = 3) -> None:
+    def __init__(self, run_dir: Path, modes: str, *, world_size: int = 1, **flags: float) -> None:
         self.paths = RunPaths(run_dir)
         run_dir.mkdir(parents=True)
-        Config.from_flat({"fsdp_world_size": world_size, "max_restarts": max_restarts, "placement": "cpu"}).save(self.paths.args)
+        Config.from_flat({"fsdp_world_size": world_size, "placement": "cpu"} | flags).save(self.paths.args)
         self.ranks = [self._start_rank(rank, modes) for rank in range(world_size)]
 
     def _start_rank(self, rank: int, modes: str) -> subprocess.Popen:
@@ -46,6 +47,9 @@ class Run:
     def terminal(self) -> str:
         """What a person would have seen."""
         return self.ranks[0].stderr.read()
+
+    def terminal_so_far(self) -> str:
+        return "\n".join(self.paths.log("supervisor", 0).read_text().splitlines())
 
     def table(self) -> HealthTable:
         self.wait_until(self.paths.health.exists)
@@ -99,7 +103,7 @@ class Run:
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start_run(modes: str, **options: int) -> Run:
+    def start_run(modes: str, **options: Any) -> Run:
         runs.append(Run(tmp_path / f"run {len(runs)}", modes, **options))
         return runs[-1]
 
@@ -160,6 +164,58 @@ def test_processes_that_end_because_of_a_hung_game_use_up_no_restarts(start: Cal
     run.wait_until(lambda: run.log().count("the game's fault") >= 4)
     run.touch("finish")
     assert run.codes() == [0]
+    run.assert_nothing_left()
+
+
+def test_a_game_whose_interpreter_crashes_uses_up_no_restarts_and_ingest_can_see_whose_group_it_was(start: Callable[..., Run]) -> None:
+    run = start("rollout:crashes-in-a-game", max_restarts=1)
+    run.wait_until(lambda: run.log().count("the game's fault") >= 4)
+    table = HealthTable.attach(run.paths.health)
+    run.wait_until(lambda: table.word(table.row_of("rollout/0"), "died_playing") == 8)
+    table.close()
+    assert "it was killed by SIGSEGV" in run.terminal_so_far()
+    run.touch("finish")
+    assert run.codes() == [0]
+    run.assert_nothing_left()
+
+
+def test_a_stopped_process_is_ended_and_started_again(start: Callable[..., Run]) -> None:
+    run = start("rollout:run,ingest:run", hang_timeout_s=3.0)
+    pids = run.wait_running("rollout/0", "ingest/0")
+    os.kill(pids["ingest/0"], signal.SIGSTOP)
+    again = run.wait_running("ingest/0", num_restarts=1)
+    assert (again["ingest/0"] != pids["ingest/0"], again["rollout/0"]) == (True, pids["rollout/0"])
+    run.touch("finish")
+    assert run.codes() == [0]
+    assert "ingest/0 has had no heartbeat for 3 s, it is stopped (SIGSTOP) (--hang-timeout-s)" in run.terminal()
+    run.assert_nothing_left()
+
+
+def test_a_process_whose_loop_stands_still_leaves_its_stacks_and_is_started_again_within_its_limit(start: Callable[..., Run]) -> None:
+    run = start("rollout:run,stats:stuck", hang_timeout_s=2.0, max_restarts=1)
+    assert run.codes(40) == [1]
+    terminal = run.terminal()
+    assert "lost stats/0 (exit code -9)" in terminal
+    assert "starts again in" in terminal
+    assert "--max-restarts 1 is used up: it has not moved for 2 s (--hang-timeout-s)" in terminal
+    assert "_stand_still" in run.paths.log("stats", 0).read_text()
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+def test_a_rank_that_stands_still_is_named_with_its_stacks_and_ends_the_run(start: Callable[..., Run], how: str) -> None:
+    run = start("rollout:run", world_size=2, hang_timeout_s=3.0, step_timeout_s=3.0)
+    pids = run.wait_running("rollout/0", "trainer/0", "trainer/1")
+    if how == "stopped":
+        os.kill(pids["trainer/1"], signal.SIGSTOP)
+    else:
+        run.touch("stick-1")
+    assert run.codes(40) == [1, -9]
+    lost = PeerLost.load(run.paths.run_dir / FAILURE_FILE)
+    assert lost.role == "trainer/1"
+    assert ("no heartbeat" if how == "stopped" else "--step-timeout-s") in lost.detail
+    if how == "stuck":
+        assert "fake_rank.py" in run.paths.log("trainer", 1).read_text(), "its stacks"
     run.assert_nothing_left()
 
 
@@ -301,3 +357,21 @@ def test_two_runs_side_by_side_do_not_touch_each_other(start: Callable[..., Run]
     second.touch("finish")
     assert second.codes() == [0]
     second.assert_nothing_left()
+
+
+def test_a_process_that_a_person_starts_is_left_to_them_and_leaves_with_the_run(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BY_HAND, "rollout/0")
+    run = start("rollout:run,stats:run")
+    run.wait_running("stats/0", "trainer/0")
+    assert run.table().read(run.table().row_of("rollout/0")).pid == 0
+    environment = os.environ | {"FAKE_MODE": "run", "FAKE_RUN": str(run.paths.run_dir), "PYTHONPATH": str(ROOT)}
+    code = "from tests.fake_role import main, run_process; run_process('rollout', main)"
+    mine = subprocess.Popen([sys.executable, "-c", code, "--run-dir", str(run.paths.run_dir)], env=environment, cwd=ROOT)
+    assert run.wait_running("rollout/0")["rollout/0"] == mine.pid
+    run.touch("finish")
+    assert run.codes() == [0]
+    assert mine.wait(20) == 0
+    assert "rollout/0 is yours to start: python -m accerl_mp.rollout --run-dir " in run.terminal()
+    run.assert_nothing_left()

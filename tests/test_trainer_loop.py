@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,14 +20,20 @@ import tiny
 from safetensors.torch import load_file
 from trainer_cases import config_for, made_sample, start_ranks
 
+from accerl_mp import recovery
+from accerl_mp.ingest.balance import FlopsEstimate
+from accerl_mp.ingest.restore import make_rings
 from accerl_mp.topology import RunPaths
 from accerl_mp.trainer import loop, replayed
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MetricsReceiver
+from accerl_mp.transport.errors import Closed
 from accerl_mp.transport.health import HealthTable
 from accerl_mp.transport.process import run_process
 from accerl_mp.transport.ring import SharedRing
-from accerl_mp.weight_sync.sender import PushReport
+from accerl_mp.weight_sync.sender import PushReport, WeightSync
+
+NAMES = ["trainer/0", "trainer/1", "inference/0"]
 
 
 class RecordingSync:
@@ -36,6 +43,7 @@ class RecordingSync:
         self._file = (process.paths.run_dir / f"calls-{rank}.txt").open("a")
         self._board, self._forced_logprobs = process.board, forced_logprobs
         self._version = -1
+        self.is_to_be_verified = process.config.sync.verify_sync > 0
         self._started_again = process.paths.run_dir / "inference-started-again" if rank == 0 else None
 
     def connect(self) -> None:
@@ -43,6 +51,9 @@ class RecordingSync:
 
     def has_new_replica(self) -> bool:
         return self._started_again is not None and self._started_again.exists()
+
+    def has_ended(self) -> bool:
+        return False
 
     def start_push(self, version: int, *, trainable_only: bool) -> None:
         self._version = version
@@ -52,7 +63,7 @@ class RecordingSync:
         assert np.isfinite(self._forced_logprobs([5, 6, 7])).all()
         if self._started_again is not None:
             self._started_again.unlink(missing_ok=True)
-        self._note(f"finish {self._version}")
+        self._note(f"finish {self._version}" + ("" if self.is_to_be_verified else f" at step {self._board.get('optimizer_step')}"))
         return PushReport(version=self._version, seconds=0.5, standstill_s=0.25, num_bytes=1 << 20, verified=True)
 
     def close(self) -> None:
@@ -63,6 +74,15 @@ class RecordingSync:
         self._file.flush()
 
 
+class StoppedSync(RecordingSync):
+    """The run is asked to end while rank 0 is in the middle of push 2: all ranks leave it together, as WeightSync has it."""
+
+    def finish_push(self) -> PushReport:
+        if self._version == 2:
+            raise Closed("asked to stop in a push")
+        return super().finish_push()
+
+
 class Run:
     """The rest of a run, played by the test: rings that are kept filled, evaluations that end, a metrics receiver."""
 
@@ -71,12 +91,13 @@ class Run:
         (folder / "run").mkdir()
         self.paths = RunPaths(folder / "run")
         batch = {"batch_size": 2, "grad_accum_steps": 2, "replay_capacity": 32, "min_replay_size_per_rank": 4, "grpo_group_size": 4}
+        batch |= {"replay_bytes": 4 << 20}
         run = {"fsdp_world_size": 2, "sync_every_optimizer_steps": 2, "max_steps": 6, "log_dir": str(folder / "run")}
         self.config = config_for(folder / "model", **(batch | run | options))
         self.config.save(self.paths.args)
         self.paths.log("trainer", 0).parent.mkdir()
         self.board = Board.create(self.paths.board)
-        self.table = HealthTable.create(self.paths.health, ["trainer/0", "trainer/1"])
+        self.table = HealthTable.create(self.paths.health, NAMES)
         for rank in range(2):
             SharedRing.create(self.paths.ring(rank), self.config.replay.replay_capacity or 1, 4 << 20)
         self.writers = [SharedRing.attach_writer(self.paths.ring(rank)) for rank in range(2)]
@@ -88,10 +109,37 @@ class Run:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._play, daemon=True)
 
-    def train(self) -> None:
+    def train(self, rank: Any = None) -> None:
         """Both ranks to their end."""
         self._thread.start()
-        start_ranks(_rank, 2, str(self.paths.run_dir))
+        start_ranks(rank or _rank, 2, str(self.paths.run_dir))
+
+    def start_again(self, **options: Any) -> recovery.Start:
+        """What the launcher and a new ingest do: other settings, an empty board, restored rings. Returns what it goes on from."""
+        self._over.set()
+        self._thread.join()
+        self.config = self.config.replace(**options)
+        self.config.save(self.paths.args)
+        saved, damaged = recovery.newest_whole(self.paths.resume)
+        assert saved is not None
+        assert damaged == []
+        start = recovery.start_from(saved, self.paths.resume)
+        start.save(self.paths.resume)
+        for rank, writer in enumerate(self.writers):
+            writer.close()
+            self.paths.ring(rank).unlink()
+        make_rings(self.paths, self.config, start, FlopsEstimate())
+        self.writers = [SharedRing.attach_writer(self.paths.ring(rank)) for rank in range(2)]
+        self.board.unlink()
+        self.table.unlink()
+        self.board = Board.create(self.paths.board)
+        self.table = HealthTable.create(self.paths.health, NAMES)
+        self.paths.stop.unlink(missing_ok=True)
+        for rank in range(2):
+            (self.paths.run_dir / f"calls-{rank}.txt").unlink()
+        self.records.clear()
+        self._over, self._thread = threading.Event(), threading.Thread(target=self._play, daemon=True)
+        return start
 
     def close(self) -> None:
         self._over.set()
@@ -129,9 +177,17 @@ class Run:
         self.writers[rank].try_put_group(group)
 
 
-def _rank(rank: int, run_dir: str) -> None:
+def _stopped_rank(rank: int, run_dir: str) -> None:
+    _rank(rank, run_dir, StoppedSync)
+
+
+def _real_rank(rank: int, run_dir: str) -> None:
+    _rank(rank, run_dir, WeightSync)
+
+
+def _rank(rank: int, run_dir: str, sync: type = RecordingSync) -> None:
     """In a new process: what the launcher does for a rank."""
-    loop.WeightSync = RecordingSync  # type: ignore[misc,assignment]
+    loop.WeightSync = sync  # type: ignore[misc]
     os.environ.pop("ACCERL_PARENT_PID", None)
     run_process("trainer", loop.run_trainer, ["--run-dir", run_dir, "--index", str(rank)])
 
@@ -171,6 +227,14 @@ def test_rounds_pushes_evaluations_and_exports_come_in_order(make_run: Any, tmp_
     before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", export))
     assert set(before) == set(after)
     assert all((before[name] != after[name]).any() for name in before)
+
+
+def test_a_push_that_is_not_verified_goes_on_beside_the_next_round(make_run: Any) -> None:
+    run = make_run(verify_sync=0)
+    run.train()
+    later = ["start 1 trainable at step 2", "finish 1 at step 4", "start 2 trainable at step 4", "finish 2 at step 6"]
+    assert run.calls()[3:] == [*later, "start 3 trainable at step 6", "finish 3 at step 6", "close"]
+    assert run.board.get("policy_version") == 3
 
 
 def _check_values(run: Run) -> None:
@@ -233,6 +297,84 @@ def test_a_stop_ends_both_ranks_together_and_exports(make_run: Any) -> None:
     assert step == run.board.get("optimizer_step") >= 3
 
 
+def test_a_stop_inside_a_push_saves_and_exports(make_run: Any) -> None:
+    run = make_run(save_checkpoint=True, max_steps=10_000, resume_every_rounds=0)
+    run.paths.stop.touch()
+    run.train(_stopped_rank)  # both exit with 0
+    saved, _ = recovery.newest_whole(run.paths.resume)
+    assert saved is not None
+    assert (saved.step, saved.version, saved.content["next_version"]) == (4, 2, 3)
+    assert json.loads((run.paths.run_dir / "checkpoints" / "latest" / "trainer_state.json").read_text())["optimizer_step"] == 4
+
+
+def test_ranks_that_wait_for_vllm_leave_together(make_run: Any) -> None:
+    """The real WeightSync: rank 0 waits for inference, rank 1 for rank 0's word."""
+    run = make_run(save_checkpoint=True)
+    stopper = threading.Thread(target=_stop_once_both_wait, args=(run,), daemon=True)
+    stopper.start()
+    run.train(_real_rank)  # both exit with 0
+    stopper.join()
+    assert "trainer/0 was asked to stop" in run.paths.log("trainer", 1).read_text()
+    state = json.loads((run.paths.run_dir / "checkpoints" / "latest" / "trainer_state.json").read_text())
+    assert state["optimizer_step"] == 0, "the export is collective"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_told_to_leave_because_a_peer_died_saves_nothing(make_run: Any) -> None:
+    run = make_run(max_steps=10_000, resume_every_rounds=0)
+    stopper = threading.Thread(target=_stop_at_step, args=(run, 3, False), daemon=True)
+    stopper.start()
+    run.train()
+    stopper.join()
+    assert recovery.states_in(run.paths.resume) == []
+
+
+def test_ranks_go_on_where_they_stopped(make_run: Any) -> None:
+    """In the middle of round 2: rings, numbers, evaluations, and the first push are those of a run that goes on."""
+    run = make_run(max_steps=10_000, eval_game_dir="held-out", eval_every_rounds=1, resume_every_rounds=1, keep_checkpoints=3)
+    stopper = threading.Thread(target=_stop_at_step, args=(run, 3), daemon=True)
+    stopper.start()
+    run.train()
+    stopper.join()
+    assert [record["round"] for record in run.rounds()][:1] == [1]
+    left = [[(r.group_id, r.episode_id) for r in _ready(writer)] for writer in run.writers]
+    start = run.start_again(max_steps=8)
+    saved = start.saved
+    assert saved is not None
+    assert [[(r.group_id, r.episode_id) for r in _ready(writer)] for writer in run.writers] == left
+    step, number = saved.step, saved.content["trainer"]["round"]
+    assert (step >= 3, start.first_version) == (True, saved.version + 1)
+    run.train()
+    calls = run.calls()
+    assert calls[:3] == ["connect", f"start {start.first_version} all at step {step}", f"finish {start.first_version}"]
+    assert calls[3] == f"start {start.first_version + 1} trainable at step {2 * (number + 1)}", "the round that was begun is finished"
+    assert [record["round"] for record in run.rounds()] == list(range(number + 1, 5))
+    assert run.rounds()[-1]["step"] == 8
+    samples = [record["values"]["Train/CumulativeGlobalTrainingSamples"][0] for record in run.rounds()]
+    assert samples == [8 * 2 * (number + 1 + index) for index in range(len(samples))]
+    assert run.board.get("eval_asked") >= 2
+    assert len(recovery.states_in(run.paths.resume)) == 3
+
+
+def _ready(writer: Any) -> list[Any]:
+    """What a reader would see."""
+    view = SharedRing.watch(writer.path)
+    rows = view.live()[1]
+    view.close()
+    order = rows[:, 1].argsort()
+    return [SimpleNamespace(group_id=int(row[4]), episode_id=int(row[12])) for row in rows[order]]
+
+
+def _stop_once_both_wait(run: Run) -> None:
+    def waits() -> dict[str, str]:
+        return {row.name: row.waits_for for row in run.table.snapshot()}
+
+    while not (waits()["trainer/0"].startswith("inference/0") and waits()["trainer/1"].startswith("trainer/0 to form")):
+        time.sleep(0.02)
+    run.paths.stop.touch()
+    run.board.set("stop", 1)
+
+
 def _answer_late(run: Run) -> None:
     """The first evaluation is of the weights that training starts from: the first round is trained, its push is held back."""
     while run.board.get("optimizer_step") < 2:
@@ -254,10 +396,11 @@ def _start_inference_again_twice(run: Run) -> None:
     run.answers_evaluations = True
 
 
-def _stop_at_step(run: Run, step: int) -> None:
+def _stop_at_step(run: Run, step: int, writes_file: bool = True) -> None:
     while run.board.get("optimizer_step") < step:
         time.sleep(0.01)
-    run.paths.stop.touch()
+    if writes_file:
+        run.paths.stop.touch()
     run.board.set("stop", 1)
 
 

@@ -1,5 +1,6 @@
 """Pushes: bytes, groups, what vLLM computes with afterwards, versions under load, planted faults, dead peers."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -29,6 +29,7 @@ from engine_fixture import (
     trainer_process,
     wait_until,
 )
+from push_load import assert_greedy_equal, prompt_of, push_under_load, train_only
 from tiny import build_tiny
 
 from accerl_mp.models.fsdp import shard
@@ -36,19 +37,17 @@ from accerl_mp.models.names import iter_weights, manifest
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import DeadlineExpired, PeerLost
 from accerl_mp.transport.health import Health
-from accerl_mp.weight_sync import patience, sender
+from accerl_mp.transport.process import exit_now
+from accerl_mp.weight_sync import patience
 from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, join_group, open_store
-from accerl_mp.weight_sync.layout import checksum, iter_messages, plan_layout
-from accerl_mp.weight_sync.outbox import Outbox
+from accerl_mp.weight_sync.incoming import Staging
+from accerl_mp.weight_sync.layout import checksum, find_runs, iter_messages, plan_layout
+from accerl_mp.weight_sync.outbox import Outbox, make_buffers
 from accerl_mp.weight_sync.protocol import GroupBroken, SyncError, WrongWeights
 from accerl_mp.weight_sync.sender import WeightSync
 
 pytestmark = pytest.mark.timeout(180)
 CPU = torch.device("cpu")
-
-
-def _prompt(seed: int, length: int = 40) -> list[int]:
-    return np.random.default_rng(seed).integers(10, 500, length).tolist()
 
 
 def _two_ranks(timeout_s: float) -> tuple[WeightGroup, WeightGroup]:
@@ -64,7 +63,10 @@ def _two_ranks(timeout_s: float) -> tuple[WeightGroup, WeightGroup]:
 
 
 def _outbox(group: WeightGroup, total_bytes: int, bucket_bytes: int, timeout_s: float = 10.0) -> Outbox:
-    return Outbox(group, total_bytes, bucket_bytes=bucket_bytes, device=CPU, health=Health.detached(), timeout_s=timeout_s)
+    """Of one tensor of `total_bytes`."""
+    slots, _ = plan_layout([("tensor", (total_bytes,), "uint8")])
+    messages = itertools.islice(iter_messages(slots, [(0, 1)], bucket_bytes), 10_000)
+    return Outbox(group, messages, make_buffers(bucket_bytes, CPU), health=Health.detached(), timeout_s=timeout_s)
 
 
 def test_checksum_sees_any_flipped_bit_and_any_swap() -> None:
@@ -80,22 +82,39 @@ def test_checksum_sees_any_flipped_bit_and_any_swap() -> None:
     assert checksum(torch.ones(3, dtype=torch.bfloat16)) == checksum(torch.ones(3, dtype=torch.bfloat16).clone())
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("chosen", [[0, 1, 2, 3, 4], [1, 2], [0, 3, 4]])
 @pytest.mark.parametrize("bucket_bytes", [16, 48, 1 << 20])
-def test_tensors_of_odd_sizes_arrive_as_they_were(bucket_bytes: int) -> None:
+def test_tensors_of_odd_sizes_arrive_as_they_were(bucket_bytes: int, chosen: list[int], is_whole: bool) -> None:
+    """Each in its place of the one layout (or, without whole staging, in memory of its own), and the others stay as they are."""
     tensors = [torch.randn(7), torch.ones(1, dtype=torch.bfloat16), torch.randn(3, 5), torch.zeros(0), torch.arange(9)]
-    slots, total_bytes = plan_layout((str(i), tuple(t.shape), str(t.dtype)[6:]) for i, t in enumerate(tensors))
+    entries: Any = [(str(index), tuple(tensor.shape), str(tensor.dtype)[6:]) for index, tensor in enumerate(tensors)]
+    staging = Staging(entries, bucket_bytes, is_whole=is_whole, device=CPU)
     front, back = _two_ranks(10)
-    staging = torch.empty(total_bytes, dtype=torch.uint8)
-    receiver = threading.Thread(target=lambda: [back.receive(staging[m]) for m in iter_messages(total_bytes, bucket_bytes)])
+    runs, came = find_runs(chosen), dict[str, torch.Tensor]()
+
+    def receive() -> None:
+        if is_whole:
+            staging.receive(back, runs)
+        else:
+            came.update({slot.name: tensor for slot, tensor in staging.receive_each(back, runs)})
+
+    receiver = threading.Thread(target=receive)
     receiver.start()
-    outbox = _outbox(front, total_bytes, bucket_bytes)
-    for tensor in tensors:
-        outbox.put(tensor.flatten().view(torch.uint8))
+    messages = iter_messages(staging.slots, runs, bucket_bytes)
+    outbox = Outbox(front, messages, make_buffers(bucket_bytes, CPU), health=Health.detached(), timeout_s=10.0)
+    for index in chosen:
+        outbox.put(tensors[index].flatten().view(torch.uint8))
     outbox.finish()
     receiver.join(10)
     wait_until(lambda: outbox.is_done)
-    for slot, tensor in zip(slots, tensors, strict=True):
-        assert torch.equal(slot.view(staging), tensor)
+    came = dict(staging.weights) if is_whole else came
+    assert list(came) == [str(index) for index in (range(5) if is_whole else chosen)]
+    for index, tensor in enumerate(tensors):
+        if index in chosen:
+            assert torch.equal(came[str(index)], tensor)
+        elif is_whole:
+            assert not came[str(index)].any()
 
 
 def test_a_peer_that_does_not_receive_ends_the_push_and_not_the_gathering() -> None:
@@ -107,7 +126,7 @@ def test_a_peer_that_does_not_receive_ends_the_push_and_not_the_gathering() -> N
     outbox.finish()
     assert isinstance(outbox.error, DeadlineExpired)
     assert "--sync-timeout-s" in str(outbox.error)
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 30, "64 puts that each wait would take a minute"
     outbox.give_up()
     outbox._thread.join(10)
     assert not outbox._thread.is_alive(), "the group's own timeout ends the send"
@@ -115,33 +134,37 @@ def test_a_peer_that_does_not_receive_ends_the_push_and_not_the_gathering() -> N
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_process_that_dies_or_stops_in_the_middle_ends_the_send(signal_number: int) -> None:
-    timeout_s = 3.0
+    timeout_s = 5.0
     store, port = open_store(2, 30)
     address = f"GroupAddress(backend='gloo', port={port}, world_size=2, timeout_s=30)"
     code = f"""
 import torch
 from accerl_mp.weight_sync.group import GroupAddress, join_group
+print("imported", flush=True)
 group = join_group({address}, 1, torch.device("cpu"))
 buffer = torch.empty(1 << 20, dtype=torch.uint8)
 while True:
     group.receive(buffer)
 """
-    peer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent.parent)
+    peer = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE)
     try:
+        assert peer.stdout is not None
+        assert peer.stdout.readline() == b"imported\n"  # that takes long where the machine is busy
         group = join_group(GroupAddress(backend="gloo", port=port, world_size=2, timeout_s=timeout_s), 0, CPU, store)
         outbox = _outbox(group, 1 << 40, 1 << 20)
         outbox.put(torch.zeros(8 << 20, dtype=torch.uint8))
         peer.send_signal(signal_number)
         start = time.monotonic()
         outbox.put(torch.zeros(256 << 20, dtype=torch.uint8))
-        wait_until(lambda: outbox.error is not None, 10)
-        assert time.monotonic() - start < timeout_s + 3
+        wait_until(lambda: outbox.error is not None, 60)
+        assert time.monotonic() - start < timeout_s + 30, "by the group's timeout, not by the test's"
         assert "sending weights failed" in str(outbox.error)
         outbox.give_up()
-        outbox._thread.join(5)
+        outbox._thread.join(30)
     finally:
         peer.kill()
         peer.wait()
+        peer.stdout.close()
 
 
 def test_which_failures_begin_a_push_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,20 +193,14 @@ def test_manifest_tells_what_the_iterator_gives() -> None:
     assert given == [tuple(entry) for entry in manifest(model, trainable_only=False, dtype=None)]
 
 
-def _train_only(model: torch.nn.Module, part: str) -> None:
-    """Change only what `part` names, a lot, and leave only that trainable."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(part in name)
-        if part in name:
-            with torch.no_grad():
-                parameter.normal_(std=1.0 if "norm" in name else 0.15)
-
-
-def _assert_greedy_equal(run: InferenceRun, client: RequestClient, seed: int) -> None:  # noqa: F811
-    """Prompts that were not asked before: the prefix cache of an episode may hold older KV by design."""
-    for offset in range(4):
-        prompt = _prompt(1000 * seed + offset)
-        assert client.ask(prompt, max_tokens=12, temperature=0.0)["ids"].tolist() == greedy_of(run.model, prompt, 12)
+@pytest.fixture(autouse=True)
+def restored(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests share the engine: each leaves the weights that it has found."""
+    yield
+    if "engine" in request.fixturenames:
+        run: InferenceRun = request.getfixturevalue("engine")
+        run.restore()
+        run.push(run.sync._version + 1)
 
 
 @pytest.mark.vllm
@@ -191,136 +208,19 @@ def test_tied_pushes_of_all_and_of_parts_give_transformers_tokens(engine: Infere
     version = engine.sync._version
     for part in ("", "embed_tokens", "layers.1", "model.norm"):
         version += 1
-        _train_only(engine.model, part)
+        train_only(engine.model, part)
         report = engine.push(version, trainable_only=True)
         assert report.version == version
         assert report.verified
         assert (report.num_bytes < 214144) == bool(part)
-        _assert_greedy_equal(engine, client, version)
+        assert_greedy_equal(engine, client, version)
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(240)
 def test_pushes_at_random_moments_lose_double_and_mislabel_no_token(engine: InferenceRun) -> None:  # noqa: F811
     """KV stays: only the final norm trains, so that it never goes stale and every logprob can be computed again exactly."""
-    _push_under_load(engine, "model.norm", num_pushes=8)
-
-
-def _push_under_load(run: InferenceRun, part: str, num_pushes: int) -> None:
-    """Push at random moments with 24 requests in flight, then compute each token's logprob under its own version's weights."""
-    weights: dict[int, dict[str, torch.Tensor]] = {}
-    load, random = None, np.random.default_rng(0)
-    for version in range(run.sync._version + 1, run.sync._version + 1 + num_pushes):
-        _train_only(run.model, part)
-        weights[version] = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-        run.push(version, trainable_only=True)
-        load = load or _Load(run, num_in_flight=24)
-        time.sleep(random.uniform(0.02, 0.3))
-    prompts, replies = load.stop()
-    assert sorted(reply["id"] for reply in replies) == sorted(prompts), "each request is answered once"
-    for reply in replies:
-        assert reply["error"] is None
-        assert len(reply["ids"]) == len(reply["versions"]) == len(reply["logprobs"])
-        assert (np.diff(reply["versions"]) >= 0).all()
-    for version in weights:
-        run.model.load_state_dict(weights[version])
-        for reply, expected in _logprobs_of_replies(run.model, prompts, [r for r in replies if version in r["versions"]]):
-            mine = reply["versions"] == version
-            np.testing.assert_allclose(reply["logprobs"][mine], expected[mine], atol=2e-4)
-    num_mixed = sum(len(set(reply["versions"].tolist())) > 1 for reply in replies)
-    assert num_mixed >= 8, "pushes must hit replies in the middle"
-
-
-@torch.no_grad()
-def _logprobs_of_replies(
-    model: torch.nn.Module, prompts: dict[int, list[int]], replies: list[dict[str, Any]]
-) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-    """(reply, logprob of each of its tokens), computed in one padded batch."""
-    if not replies:
-        return
-    rows = [prompts[reply["id"]] + reply["ids"].tolist() for reply in replies]
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    logprobs = model(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].numpy()
-    for reply, row, values in zip(replies, rows, logprobs, strict=True):
-        yield reply, values[len(row) - 1 - len(reply["ids"]) : len(row) - 1]
-
-
-class _Load(threading.Thread):
-    """Keeps requests of random lengths in flight."""
-
-    def __init__(self, run: InferenceRun, num_in_flight: int) -> None:
-        super().__init__(daemon=True)
-        self._client = RequestClient(run, "rollout/0")
-        self._num_in_flight = num_in_flight
-        self._stopping = threading.Event()
-        self._prompts: dict[int, list[int]] = {}
-        self._replies: list[dict[str, Any]] = []
-        self.start()
-
-    def run(self) -> None:
-        random = np.random.default_rng(1)
-        while len(self._replies) < len(self._prompts) or not self._stopping.is_set():
-            while len(self._prompts) - len(self._replies) < self._num_in_flight and not self._stopping.is_set():
-                prompt = random.integers(10, 500, random.integers(5, 60)).tolist()
-                self._prompts[self._client.send(prompt, max_tokens=int(random.integers(4, 90)))] = prompt
-            if (reply := self._client.receive(10)) is None:
-                return
-            self._replies.append(reply)
-
-    def stop(self) -> tuple[dict[int, list[int]], list[dict[str, Any]]]:
-        self._stopping.set()
-        self.join(60)
-        assert self._client.receive(0.2) is None, "a reply came twice"
-        self._client.close()
-        return self._prompts, self._replies
-
-
-def _norm(model: torch.nn.Module) -> torch.Tensor:
-    return model.model.norm.weight.detach().clone()
-
-
-@pytest.fixture
-def mended(engine: InferenceRun) -> Iterator[None]:  # noqa: F811
-    """After a failed push: a new group and all weights, for the tests that follow."""
-    yield
-    version = engine.sync._version + 1
-    engine.sync.close()
-    engine.connect()
-    engine.push(version)
-
-
-@pytest.mark.vllm
-@pytest.mark.usefixtures("mended")
-def test_a_flipped_byte_is_named_by_its_tensor(engine: InferenceRun, client: RequestClient, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    slots, _ = plan_layout(manifest(engine.model, trainable_only=False, dtype=torch.float32))
-    victim = next(slot for slot in slots if slot.name == "model.layers.1.mlp.up_proj.weight")
-    send = engine.sync._group.send
-
-    def send_damaged(buffer: torch.Tensor) -> None:
-        buffer[victim.offset + 5] ^= 4
-        send(buffer)
-
-    monkeypatch.setattr(engine.sync._group, "send", send_damaged)
-    before = engine.sync._version
-    prompt = _prompt(4711)
-    with pytest.raises(SyncError, match=r"inference/0, worker 0: tensor model\.layers\.1\.mlp\.up_proj\.weight arrived damaged"):
-        engine.push(before + 1)
-    assert set(client.ask(prompt)["versions"].tolist()) == {before}, "nothing was loaded, and vLLM answers on"
-
-
-@pytest.mark.vllm
-@pytest.mark.usefixtures("mended")
-def test_a_stale_tensor_is_caught_by_the_probe(engine: InferenceRun, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    stale = {name: tensor.clone() for name, tensor in iter_weights(engine.model, trainable_only=False, dtype=torch.float32)}
-    _train_only(engine.model, "layers.0.self_attn.v_proj")
-
-    def forgetful(*arguments: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, _ in iter_weights(*arguments, **options):
-            yield name, stale[name]
-
-    monkeypatch.setattr(sender, "iter_weights", forgetful)
-    with pytest.raises(SyncError, match="the probe of inference/0 is off"):
-        engine.push(engine.sync._version + 1)
+    push_under_load(engine, "model.norm", num_pushes=8)
 
 
 @pytest.mark.vllm
@@ -330,26 +230,27 @@ def test_untied_from_the_first_request_to_the_death_of_the_worker(tmp_path: Path
     with start_inference(tmp_path, tied=False, seed=3, sync_timeout_s=10.0, kv_on_sync="recompute") as run:
         client = RequestClient(run)
         run.connect()
-        first = client.send(_prompt(0), max_tokens=12, temperature=0.0)
+        first = client.send(prompt_of(0), max_tokens=12, temperature=0.0)
         assert client.receive(0.5) is None, "dummy weights answer nobody"
         for version, part in enumerate(("", "lm_head", "layers.1", "model.norm")):
-            _train_only(run.model, part)
+            train_only(run.model, part)
             run.push(version, trainable_only=True)
             if version == 0:
                 reply = client.receive()
-                assert (reply["id"], reply["ids"].tolist()) == (first, greedy_of(run.model, _prompt(0), 12))
-            _assert_greedy_equal(run, client, version + 1)
+                assert (reply["id"], reply["ids"].tolist()) == (first, greedy_of(run.model, prompt_of(0), 12))
+            assert_greedy_equal(run, client, version + 1)
         client.close()
-        _push_under_load(run, "", num_pushes=5)
+        push_under_load(run, "", num_pushes=5)
         _assert_death_ends_the_push(run)
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_drained_replies_go_on_with_the_new_weights_and_a_killed_front_takes_vllm_along(tmp_path: Path) -> None:
-    with start_inference(tmp_path, sync_mode="drain") as run:
+    """Without staging: weights go straight into the model, a message at a time."""
+    with start_inference(tmp_path, sync_mode="drain", sync_staging="off") as run:
         run.connect()
-        _push_under_load(run, "", num_pushes=5)
+        push_under_load(run, "", num_pushes=5)
         children = psutil.Process(run.popen.pid).children(recursive=True)
         assert any("VLLM::Worker" in " ".join(child.cmdline()) for child in children)
         os.kill(run.popen.pid, signal.SIGKILL)
@@ -362,7 +263,7 @@ def _assert_death_ends_the_push(run: InferenceRun) -> None:
     start = time.monotonic()
     with died_early(run), pytest.raises(PeerLost, match="inference/0"):  # here, nobody starts it again
         run.push(9)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 100
     run.popen.wait(20)
     assert run.popen.returncode == 1, run.log[-3000:]
     wait_until(lambda: not _is_running(worker) and not _is_running(engine_core))
@@ -377,7 +278,6 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("mended")
 def test_two_ranks_push_a_sharded_model(engine: InferenceRun, client: RequestClient, tmp_path: Path) -> None:  # noqa: F811
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_run_rank, args=(rank, engine.paths.run_dir, tmp_path / "store")) for rank in range(2)]
@@ -387,8 +287,11 @@ def test_two_ranks_push_a_sharded_model(engine: InferenceRun, client: RequestCli
         rank.join(100)
         assert rank.exitcode == 0
     model = build_tiny(seed=5)
-    prompt = _prompt(555)
+    prompt = prompt_of(555)
     assert client.ask(prompt, max_tokens=12, temperature=0.0)["ids"].tolist() == greedy_of(model, prompt, 12)
+    engine.sync.close()
+    engine.connect()
+    engine.sync._version = 1001  # numbers go on from there
 
 
 def _run_rank(rank: int, run_dir: Path, store: Path) -> None:
@@ -407,3 +310,4 @@ def _run_rank(rank: int, run_dir: Path, store: Path) -> None:
         assert report.version == version
     sync.close()
     dist.destroy_process_group()
+    exit_now(0)

@@ -15,11 +15,13 @@ from accerl_mp.config import Config
 from accerl_mp.models.build import compute_dtype, load_model, load_weights
 from accerl_mp.models.fsdp import fits_unsharded, shard
 from accerl_mp.samples import RLSample
+from accerl_mp.trainer.head import chunk_head
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import Replay
 from accerl_mp.trainer.sharded import Reference
 from accerl_mp.trainer.step import LocalTotals, Stepper
 from accerl_mp.transport.health import Health
+from accerl_mp.transport.process import exit_now
 from accerl_mp.transport.ring import SharedRing
 
 CPU = torch.device("cpu")
@@ -91,6 +93,7 @@ def sharded_model(config: Config) -> torch.nn.Module:
     dtype = compute_dtype(config, CPU)
     shard(model, compute_dtype=dtype, device=CPU, unsharded=fits_unsharded(model, compute_dtype=dtype, device=CPU))
     load_weights(model, Path(config.model.model_path), CPU)
+    assert chunk_head(model, CPU)
     return model
 
 
@@ -164,7 +167,11 @@ def _start_rank(rank: int, size: int, port: int, work: Callable[..., None], argu
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
-    work(rank, *arguments)
+    try:
+        work(rank, *arguments)
+    except SystemExit as end:  # run_process
+        exit_now(int(end.code or 0))
+    exit_now(0)
 
 
 def _join_and(rank: int, work: Callable[..., None], *arguments: Any) -> None:

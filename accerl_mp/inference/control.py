@@ -5,6 +5,7 @@ import os
 import time
 from typing import Any
 
+from accerl_mp.config import SyncConfig
 from accerl_mp.inference.engine import Engine
 from accerl_mp.inference.front import RequestFront
 from accerl_mp.weight_sync.protocol import FAILED, PROGRESS
@@ -15,12 +16,17 @@ _log = logging.getLogger(__name__)
 class PushControl:
     """Answers trainer rank 0. Nothing here waits for the trainer; each call ends by itself or by its caller's deadline."""
 
-    def __init__(self, engine: Engine, front: RequestFront, *, session: str, sync_mode: str, kv_on_sync: str) -> None:
+    def __init__(self, engine: Engine, front: RequestFront, *, session: str, sync: SyncConfig) -> None:
         self._engine, self._front = engine, front
-        self._session = session
-        self._pause_mode = "abort" if sync_mode == "drain" else "keep"
+        self._session, self._sync = session, sync
+        self._pause_mode = "abort" if sync.sync_mode == "drain" else "keep"
         # A drained engine has no request whose KV could stay, and the reference clears the cache at each push.
-        self._clears_cache = sync_mode == "drain" or kv_on_sync == "recompute"
+        self._clears_cache = sync.sync_mode == "drain" or sync.kv_on_sync == "recompute"
+        self._is_staged = sync.sync_staging == "on"
+        # Where weights arrive in the model itself, and where requests end or lose their cache, the engine must stand.
+        self._pauses = sync.sync_pause == "on" or self._clears_cache or not self._is_staged
+        self._paused_at: float | None = None
+        self._path = ""
         self.is_open = False
         """The first verified push is in: requests are let in."""
 
@@ -41,8 +47,13 @@ class PushControl:
     async def _connect(self, address: dict[str, Any], first_rank: int) -> None:
         await self._engine.call_workers("sync_connect", address, first_rank)
 
-    async def _begin(self, version: int, manifest: list[Any], bucket_bytes: int) -> None:
-        await self._engine.call_workers("sync_begin", version, manifest, bucket_bytes)
+    async def _layout(self, manifest: list[Any], bucket_bytes: int) -> None:
+        await self._engine.call_workers("sync_layout", manifest, bucket_bytes, self._is_staged, self._sync.sync_swap)
+
+    async def _begin(self, version: int, runs: list[Any], with_sums: bool) -> None:
+        if not self._is_staged:
+            await self._pause(version)
+        await self._engine.call_workers("sync_begin", version, runs, with_sums)
 
     async def _poll(self) -> dict[str, Any]:
         reports = await self._engine.call_workers("sync_poll")
@@ -55,25 +66,49 @@ class PushControl:
         return {"checksums": await self._engine.call_workers("sync_checksums")}
 
     async def _swap(self, version: int) -> dict[str, Any]:
-        """Pause, load, cut the versions, resume. A failure in between leaves requests held: half-loaded weights never answer.
+        """Load, cut the versions, go on: between two steps of an engine that generates, or of one that stands (`--sync-pause`).
 
-        The version that is in use already comes again when a push began again or another process was started again. Its weights
-        may then be newer than those that the cache was filled with under the same salt.
+        A failure in between leaves requests held: half-loaded weights never answer.
         """
         start = time.monotonic()
         self._front.hold()
-        is_again = version == self._front.ledger.version
-        await self._engine.pause(mode=self._pause_mode, clear_cache=self._clears_cache or is_again)
-        reports = await self._engine.call_workers("sync_swap", version)
-        # With all that was sent before in their hands, requests that no worker knows are those that had not begun.
-        await self._engine.flush()
-        num_tokens = {self._engine.key_of(key): count for key, count in reports[0]["num_tokens"].items()}
-        self._front.ledger.cut(num_tokens, version)
-        await self._engine.resume()
+        # The version that is in use already comes again when a push began again or another process was started again. Its weights
+        # may then be newer than those that the cache was filled with under the same salt.
+        if self._pauses or version == self._front.ledger.version:
+            await self._pause(version)
+        pause_s = time.monotonic() - start
+        async with self._engine.swapped(version) as (reports, num_tokens):
+            self._front.ledger.cut(num_tokens, version)
+        start_resume = time.monotonic()
+        load_s = max(report["seconds"] for report in reports)
+        standstill_s = await self._resume() or load_s
         if self.is_open:
             self._front.release()
-        load_s = max(report["seconds"] for report in reports)
-        return {"standstill_s": time.monotonic() - start, "load_s": load_s, "num_running": len(self._front.ledger)}
+        self._say(reports)
+        times = {"pause_s": pause_s, "load_s": load_s, "resume_s": time.monotonic() - start_resume, "swap_s": time.monotonic() - start}
+        return times | {"standstill_s": standstill_s, "path": reports[0]["path"], "num_running": len(self._front.ledger)}
+
+    async def _pause(self, version: int) -> None:
+        """Twice does no harm."""
+        self._front.hold()
+        self._paused_at = self._paused_at or time.monotonic()
+        is_again = version == self._front.ledger.version
+        await self._engine.pause(mode=self._pause_mode, clear_cache=self._clears_cache or is_again)
+
+    async def _resume(self) -> float | None:
+        """How long the engine stood; None: it did not."""
+        if self._paused_at is None:
+            return None
+        await self._engine.resume()
+        start, self._paused_at = self._paused_at, None
+        return time.monotonic() - start
+
+    def _say(self, reports: list[dict[str, Any]]) -> None:
+        """Log the chosen way once."""
+        for worker, report in enumerate(reports if self._path != reports[0]["path"] else []):
+            pause = "with a pause" if self._pauses else "between two steps"
+            _log.info("worker %d: weights are swapped %s, %s: %s", worker, report["path"], pause, report["reason"])
+        self._path = reports[0]["path"]
 
     async def _probe(self, ids: list[int]) -> dict[str, Any]:
         key = f"probe-{time.monotonic_ns()}"
@@ -90,6 +125,7 @@ class PushControl:
 _OPS = {
     "status": PushControl._status,
     "connect": PushControl._connect,
+    "layout": PushControl._layout,
     "begin": PushControl._begin,
     "poll": PushControl._poll,
     "checksums": PushControl._checksums,

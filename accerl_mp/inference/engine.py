@@ -1,4 +1,4 @@
-"""vLLM in process: token ids in, token ids out. The front half of everything that differs between vLLM 0.24 and 0.32.
+"""vLLM in process: token ids in, token ids out. What differs between vLLM 0.24 and 0.32 is listed in weight_sync/receiver.py.
 
 The engine's loop and its workers are processes of their own; what is here is vLLM's asynchronous front. It must be started from
 the main thread: its processes die with the thread that started them.
@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from accerl_mp.config import Config
-
-OLDEST, NEWEST = (0, 24), (0, 32)
-"""vLLM versions this file and weight_sync/receiver.py were written for."""
+from accerl_mp.inference.order import OutputOrder
+from accerl_mp.inference.supported import warning_of
 
 _CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BLOCK_SIZE = 32
@@ -63,27 +62,37 @@ class Engine:
         self._stop_ids = stop_ids
         self.num_workers = num_workers
         self.max_model_len = max_model_len
+        self._outputs = OutputOrder(llm)
         self._vocab_size = llm.model_config.get_vocab_size()
 
     @classmethod
-    def start(cls, config: Config, stop_ids: list[int], *, replica: int = 0) -> "Engine":
-        """Start vLLM's processes and wait until they are ready. Holds this thread: 25 s here, longer where vLLM compiles."""
-        _warn_of_other_versions()
+    def start(cls, config: Config, stop_ids: list[int], *, replica: int = 0, load_format: str = "dummy") -> "Engine":
+        """Start vLLM's processes and wait until they are ready. Holds this thread: 25 s here, longer where vLLM compiles.
+
+        load_format: "dummy" for weights that a push will bring, "auto" for those of the model's folder
+        """
+        if warning := warning_of(vllm.__version__):
+            _log.warning(warning)
         start = time.monotonic()
-        arguments = engine_arguments(config, replica)
+        arguments = engine_arguments(config, replica) | {"load_format": load_format}
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         _log.info("vLLM %s is ready after %.1f s", vllm.__version__, time.monotonic() - start)
         return cls(llm, stop_ids, num_workers=config.inference.infer_tp_size, max_model_len=arguments["max_model_len"])
 
-    async def generate(self, key: str, ids: list[int], *, max_tokens: int, temperature: float, salt: str) -> Generation:
+    async def generate(
+        self, key: str, ids: list[int], *, max_tokens: int, temperature: float, salt: str, top_p: float = 1.0, seed: int | None = None
+    ) -> Generation:
         """Sample a reply to `ids`. `key` names the request in the workers' reports. EngineError if vLLM refuses it.
 
+        seed: of this reply's own sampling; None: the engine's
         waits for      vLLM, without a limit: the caller's own deadline, or the engine's death (EngineError), ends it
         """
         with _refusals():
             params = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=temperature,
+                top_p=top_p,
+                seed=seed,
                 stop_token_ids=self._stop_ids,
                 logprobs=0,
                 flat_logprobs=True,
@@ -121,22 +130,29 @@ class Engine:
         await self._llm.engine_core.resume_scheduler_async()
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """An RPC of weight_sync/receiver.py on every worker, between two steps of the engine."""
-        return await self._llm.collective_rpc(method, args=args)
+        """An RPC of weight_sync/receiver.py on every worker, between two steps of the engine. EngineError if one fails there."""
+        # vLLM raises a plain Exception, whatever it was there.
+        (answer,) = await asyncio.gather(self._llm.collective_rpc(method, args=args), return_exceptions=True)
+        if isinstance(answer, asyncio.CancelledError):
+            raise answer
+        if isinstance(answer, BaseException):
+            raise EngineError(f"{method} failed in a worker: {answer}") from answer
+        return answer
 
-    async def flush(self) -> None:
-        """Return when everything that the engine had sent before this call has reached its request.
+    @contextlib.asynccontextmanager
+    async def swapped(self, version: int) -> AsyncIterator[tuple[list[dict[str, Any]], dict[str, int]]]:
+        """Swap the weights between two steps. Gives (each worker's report, {our key: its output tokens at that moment}).
 
-        Outputs and answers share one socket: what came before an answer is in the queue by now, but perhaps not yet taken out.
+        Inside the block every output that was made before the swap has reached its request and none that was made after it,
+        whether generation goes on or not. So what the worker does not know of has either not begun, or was put back by the
+        scheduler: then what has arrived is what there is.
         """
-        if self._llm.output_handler is None:
-            return  # it starts with the first request
-        queue = self._llm.engine_core.outputs_queue
-        # The output handler, the only reader, waits for the queue only after it has dealt with all it took.
-        while not self.is_dead and (queue.qsize() or not queue._getters):
-            await asyncio.sleep(0)
-        # The tasks that it woke stand ahead of this one in the loop: let them take their outputs.
-        await asyncio.sleep(0)
+        with self._outputs.held():
+            reports = await self.call_workers("sync_swap", version)
+            counts = (await self.call_workers("sync_counts"))[0]
+            await self._outputs.let_through(until=min(report["time"] for report in reports))
+            arrived = {key: state.detokenizer.num_output_tokens() for key, state in self._llm.output_processor.request_states.items()}
+            yield reports, {self.key_of(key): count for key, count in (arrived | counts).items()}
 
     @staticmethod
     def key_of(internal_id: str) -> str:
@@ -185,7 +201,6 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
     arguments = {
         "model": model.model_path,
         "trust_remote_code": model.trust_remote_code,
-        "load_format": "dummy",
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # the folder's own would bring stop tokens and sampling defaults of its own
         "dtype": dtype,
@@ -203,10 +218,6 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
     }
     if is_cpu:
         return arguments | {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "block_size": _CPU_BLOCK_SIZE}
+    if inference.kv_cache_gib:  # vLLM then measures nothing, which a trainer on the same card would disturb
+        arguments["kv_cache_memory_bytes"] = int(inference.kv_cache_gib * 2**30)
     return arguments | {"gpu_memory_utilization": inference.gpu_memory_utilization}
-
-
-def _warn_of_other_versions() -> None:
-    version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
-    if not OLDEST <= version <= NEWEST:
-        _log.warning("vLLM %s is not among those this was written for (0.24 to 0.32): weight pushes may fail", vllm.__version__)

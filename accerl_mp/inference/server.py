@@ -1,7 +1,7 @@
 """The sockets of an inference process and its one event loop.
 
-Three tasks: requests (each is answered by a task of its own, so that vLLM batches them all), control calls, and a watch that
-ends the process with the run or with the engine.
+Four tasks: requests (each is answered by a task of its own, so that vLLM batches them all), control calls, a watch that
+ends the process with the run or with the engine, and one that ends it when vLLM lives but does not answer (`pulse.py`).
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import numpy as np
 from accerl_mp.inference.control import PushControl
 from accerl_mp.inference.engine import Engine, EngineError
 from accerl_mp.inference.front import FrontCounts, RequestFront
+from accerl_mp.inference.pulse import watch_pulse
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import CONTROL, REQUESTS, MessageError, MetricsSender
 from accerl_mp.transport.process import Process
@@ -31,7 +32,7 @@ class InferenceServer:
         self._process, self._engine = process, engine
         self._front = RequestFront(engine, run_id=process.paths.run_id, salt_scope=sync.prefix_cache_scope)
         session = f"{process.name} {time.time_ns()}"
-        self._control = PushControl(engine, self._front, session=session, sync_mode=sync.sync_mode, kv_on_sync=sync.kv_on_sync)
+        self._control = PushControl(engine, self._front, session=session, sync=sync)
         self._answering: set[asyncio.Task] = set()
         self._broken: BaseException | None = None
 
@@ -42,7 +43,8 @@ class InferenceServer:
         self._calls = sockets.bind_router(context, process.paths, CONTROL, process.index)
         metrics = MetricsSender(process.paths, process.name)
         process.health.set_state("running")
-        tasks = [asyncio.create_task(loop) for loop in (self._serve_requests(), self._serve_control(), self._watch(metrics))]
+        pulse = watch_pulse(self._engine, process.health, timeout_s=process.config.metrics.hang_timeout_s)
+        tasks = [asyncio.create_task(loop) for loop in (self._serve_requests(), self._serve_control(), self._watch(metrics), pulse)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -55,7 +57,8 @@ class InferenceServer:
     async def _serve_requests(self) -> None:
         """Waits for requests, without a limit: rollouts may have nothing to ask."""
         while True:
-            identity, data = await self._requests.recv_multipart()
+            identity, *frames = await self._requests.recv_multipart()
+            data = frames[0] if len(frames) == 1 else b""  # anything else is no request, and is answered so
             task = asyncio.create_task(self._answer(identity, data))
             self._answering.add(task)
             task.add_done_callback(self._answered)
@@ -96,9 +99,9 @@ class InferenceServer:
     async def _serve_control(self) -> None:
         """Waits for the trainer's calls, without a limit, and answers them one after the other."""
         while True:
-            identity, data = await self._calls.recv_multipart()
+            identity, *frames = await self._calls.recv_multipart()
             try:
-                op, number, fields = protocol.unpack_call(data)
+                op, number, fields = protocol.unpack_call(b"".join(frames))
             except MessageError:
                 continue  # no number, so no way to answer
             answer = await self._control.answer(op, fields)

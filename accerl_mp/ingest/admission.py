@@ -65,6 +65,8 @@ class Admission:
     def follow(self, now: Progress) -> None:
         """Take note of the trainer's progress."""
         before, self._now = self._now, now
+        if now.version < 0:  # nothing trains yet, and a resumed trainer has not said yet at which step it is
+            return
         if self._first is not None and now.version == before.version:
             return
         # The trainer announces a version after the push and before the next step; rounds begin at multiples.

@@ -40,12 +40,37 @@ class RankLoad:
     """What waits in a rank's ring."""
 
     rank: int
+    num_tokens: int
+    """Of samples that were not trained yet; so are the FLOPs."""
     flops: float
-    """Of samples that were not trained yet."""
     num_missing: int
     """Samples that the rank waits for right now and that are not in its ring."""
+    num_given: float = 0.0
+    """Uses that the rank has had, and those that are left to the samples that wait."""
 
 
-def order_ranks(loads: Sequence[RankLoad]) -> list[int]:
-    """Ranks in the order in which the next group is offered: those that stand still first, then the least work waiting."""
-    return [load.rank for load in sorted(loads, key=lambda load: (load.num_missing <= 0, load.flops, load.rank))]
+def order_ranks(loads: Sequence[RankLoad], estimate: FlopsEstimate, group_tokens: np.ndarray) -> list[int]:
+    """Ranks in the order in which a group with samples of `group_tokens` is offered.
+
+    First those that stand still; then those with the fewest tokens waiting, to within this group's. Among these, as a step has about
+    the same tokens on all ranks, a group of long samples (more FLOPs a token than the rest) goes where there are fewest too many FLOPs
+    for the tokens, one of short samples where there are most.
+    """
+    num_tokens, flops = int(group_tokens.sum()), estimate.of(group_tokens)
+    fewest = min(load.num_tokens for load in loads)
+    per_token = (flops + sum(load.flops for load in loads)) / (num_tokens + sum(load.num_tokens for load in loads))
+    sign = 1.0 if flops > per_token * num_tokens else -1.0
+
+    def urgency(load: RankLoad) -> tuple[bool, bool, float, float, int]:
+        excess = load.flops - per_token * load.num_tokens
+        return load.num_missing <= 0, load.num_tokens > fewest + num_tokens, sign * excess, load.flops, load.rank
+
+    return [load.rank for load in sorted(loads, key=urgency)]
+
+
+def order_by_count(loads: Sequence[RankLoad]) -> list[int]:
+    """As `order_ranks`, where each rank must get the same number of samples (`--synchronous`): the one that was given the fewest first.
+
+    Whether a rank waits says nothing here: after a push one looks into its ring before another.
+    """
+    return [load.rank for load in sorted(loads, key=lambda load: (load.num_given, load.flops, load.rank))]

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 EVAL_BASE = 1 << 40
 """Group and episode ids of evaluations begin here; those of training count up from 0."""
@@ -103,6 +103,8 @@ class Dealer:
     num_redealt: int = 0
     set_aside: set[int] = field(default_factory=set)
     """Training games that failed MAX_STRIKES times in a row."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Of each game that was set aside, what went wrong the last time."""
     failed_eval: set[int] = field(default_factory=set)
     """Groups of the current evaluation that are given up."""
 
@@ -113,12 +115,23 @@ class Dealer:
         self._strikes: Counter[tuple[str, int]] = Counter()
         """Of a game: ("train" or "eval", game id); of a group whose rollouts died: ("group", group id)."""
         self._heard: set[int] = set()
+        self._given_up: list[int] = []
 
     @classmethod
     def resume(cls, schedule: Schedule, num_workers: int, *, next_number: int, done: set[int], window: int) -> "Dealer":
         """After a killed ingest: of the last `window` groups, those that are not in `done` are with a rollout, or lost."""
         orphans = {number for number in range(max(0, next_number - window), next_number) if number not in done}
         return cls(schedule, num_workers, next_number=next_number, orphans=orphans)
+
+    def strikes(self) -> dict[str, Any]:
+        """What is held against games and groups, as JSON: it outlives this process and the run."""
+        return {"strikes": sorted([*key, count] for key, count in self._strikes.items()), "set_aside": sorted(self.set_aside)}
+
+    def take_strikes(self, noted: dict[str, Any]) -> None:
+        """Go on with what `strikes` of an earlier ledger gave."""
+        self._strikes = Counter({(kind, number): count for kind, number, count in noted["strikes"]})
+        self.set_aside = set(noted["set_aside"])
+        self.orphans -= {number for number in self.orphans if self.schedule.game_of(number) in self.set_aside}  # never dealt
 
     @property
     def num_train_running(self) -> int:
@@ -129,10 +142,11 @@ class Dealer:
     def is_running(self, group_id: int) -> bool:
         return group_id in self._running or group_id in self.orphans or any(deal.group_id == group_id for deal in self._again)
 
-    def hear(self, worker: int, life: int, holding: Iterable[int]) -> Deal | None:
+    def hear(self, worker: int, life: int, holding: Iterable[int], *, died_playing: int = -1) -> Deal | None:
         """A rollout asks and says what it holds. Returns a group that it was dealt and does not have: that one again, first.
 
         It did not arrive, or the ask crossed it: then the rollout ignores it. What died with an earlier process goes to whoever asks.
+        `died_playing`: the group whose game ended that process, where it is known; else each of its groups may have been it.
         """
         held = set(holding)
         for group_id in held & self.orphans | {held_id for held_id in held if self._is_current_eval(held_id)}:
@@ -145,8 +159,7 @@ class Dealer:
         missing = [entry for entry in self._running.values() if entry.worker == worker and entry.deal.group_id not in held]
         for entry in missing:
             if entry.life != life:
-                # Not the game's strike: the rollout held other groups, too.
-                self._take_back(entry.deal, f"rollout/{worker} died", ("group", entry.deal.group_id))
+                self._take_back_dead(entry.deal, worker, died_playing)
         left = [entry for entry in missing if entry.deal.group_id in self._running]
         return left[0].deal if left else None
 
@@ -170,6 +183,11 @@ class Dealer:
             deal = self.schedule.of(group_id)
             self._take_back(deal, reason, (deal.kind, deal.game_id))
 
+    def take_given_up(self) -> list[int]:
+        """Training groups that will not be played, since their game is set aside; each is told once."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
     def start_evaluation(self, eval_id: int) -> list[Deal]:
         """Queue every held-out game, before everything else."""
         deals = [self.schedule.evaluation(eval_id, game_id) for game_id in range(self.schedule.num_eval_games)]
@@ -189,21 +207,34 @@ class Dealer:
             self.next_number += 1
             if self.schedule.game_of(number) not in self.set_aside:
                 return self.schedule.train(number)
+            self._given_up.append(number)
         raise RuntimeError(f"all {self.schedule.num_games} games failed {MAX_STRIKES} times in a row: nothing is left to play")
 
-    def _take_back(self, deal: Deal, reason: str, strike: tuple[str, int]) -> None:
+    def _take_back_dead(self, deal: Deal, worker: int, died_playing: int) -> None:
+        if died_playing == deal.group_id:
+            self._take_back(deal, f"it ended rollout/{worker} in the middle of an env step", (deal.kind, deal.game_id))
+        else:
+            # Not the game's strike: the rollout held other groups, too.
+            strike = ("group", deal.group_id) if died_playing < 0 else None
+            self._take_back(deal, f"rollout/{worker} died while it was played", strike)
+
+    def _take_back(self, deal: Deal, reason: str, strike: tuple[str, int] | None) -> None:
         self._forget(deal.group_id)
-        self._strikes[strike] += 1
-        _log.warning("group %d (%s game %d) was not played: %s", deal.group_id, deal.kind, deal.game_id, reason)
+        _log.info("group %d (%s game %d) was not played: %s", deal.group_id, deal.kind, deal.game_id, reason)
         if deal.kind == "train" and deal.game_id in self.set_aside:
+            self._given_up.append(deal.group_id)
             return
-        if self._strikes[strike] < MAX_STRIKES:
+        if strike is not None:
+            self._strikes[strike] += 1
+        if strike is None or self._strikes[strike] < MAX_STRIKES:
             self._again.append(deal)
             self.num_redealt += 1
         elif deal.kind == "eval":
             self.failed_eval.add(deal.group_id)
         else:
+            self._given_up.append(deal.group_id)
             self.set_aside.add(deal.game_id)
+            self.reasons[deal.game_id] = reason
 
     def _adopt(self, group_id: int, worker: int, life: int) -> None:
         deal = self.schedule.of(group_id)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accerl_mp.ingest.dealer import Deal, Dealer
+from accerl_mp.ingest.dealer import MAX_STRIKES, Deal, Dealer
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import MessageError
@@ -35,7 +35,7 @@ class WorkDesk:
         """Take asks and failures. `is_done`: groups that need not be played any more, whoever holds them."""
         for sender, frames in sockets.receive_all(self.socket):
             try:
-                self._take(sender, frames[0], version, is_done)
+                self._take(sender, b"".join(frames), version, is_done)
             except MessageError as error:
                 _log.error("%s sent work a message that is none: %s", sender.decode(errors="replace"), error)
 
@@ -64,15 +64,17 @@ class WorkDesk:
             case "failed":
                 message = channels.unpack("failed", data)
                 self._dealer.fail(message["group_id"], message["reason"])
-                self._name_aside(message["reason"])
+                self._name_aside()
             case other:
                 raise MessageError(f"op {other!r}")
 
     def _take_ask(self, sender: bytes, message: dict[str, Any], version: int, is_done: Callable[[int], bool]) -> None:
         worker = message["worker"]
+        if not all(type(group_id) is int for group_id in message["holding"]):
+            raise MessageError(f"ask.holding: expected ids of groups, got {message['holding']!r:.80}")
         holding = [group_id for group_id in message["holding"] if not is_done(group_id)]
-        undelivered = self._dealer.hear(worker, self._life_of(worker), holding)
-        self._name_aside("its rollouts died")
+        undelivered = self._dealer.hear(worker, self._life_of(worker), holding, died_playing=self._died_playing(worker))
+        self._name_aside()
         if undelivered is not None:
             self._asks.pop(sender, None)
             self._send(sender, undelivered, version)
@@ -97,10 +99,20 @@ class WorkDesk:
 
     def _life_of(self, worker: int) -> int:
         """Pid of the rollout with this index, to tell a new process from the one before; 0 outside a run."""
-        name = f"rollout/{worker}"
-        return int(self._table.word(self._table.row_of(name), "pid")) if name in self._table.names else 0
+        return self._word(worker, "pid")
 
-    def _name_aside(self, reason: str) -> None:
+    def _died_playing(self, worker: int) -> int:
+        """The group whose game ended the process before the present one; -1: none did."""
+        return self._word(worker, "died_playing") - 1
+
+    def _word(self, worker: int, name: str) -> int:
+        row = f"rollout/{worker}"
+        return int(self._table.word(self._table.row_of(row), name)) if row in self._table.names else 0
+
+    def _name_aside(self) -> None:
+        """Each game once: what it is, why, and that training goes on."""
         for game_id in sorted(self._dealer.set_aside - self._named_aside):
-            _log.error("game %s cannot be played and is set aside: %s", self._games["train"][game_id], reason)
-        self._named_aside |= self._dealer.set_aside
+            self._named_aside.add(game_id)
+            path, reason = self._games["train"][game_id], self._dealer.reasons.get(game_id, "")
+            num_left = len(self._games["train"]) - len(self._named_aside)
+            _log.error("game %s failed %d times in a row and is set aside, %d games are left: %s", path, MAX_STRIKES, num_left, reason)

@@ -15,6 +15,8 @@ from accerl_mp.transport.channels import MessageError
 from accerl_mp.transport.codec import Body, CodecError, decode_bodies, sample_size_bytes
 from accerl_mp.transport.ring_memory import RingError
 
+_LARGEST_ID = 1 << 62
+
 _log = logging.getLogger(__name__)
 
 
@@ -83,7 +85,7 @@ class Inbox:
             except RingError as error:
                 _log.error("group %d is left out: %s", group_id, error)
                 self.counts["too_large"] += 1
-                self._rings.remember(group_id)
+                self._rings.remember(group_id, "too_large")
             del self._waiting[group_id]
             self._ack(waiting.sender, group_id)
 
@@ -93,6 +95,8 @@ class Inbox:
     def _take(self, sender: bytes, message: dict[str, Any], frames: list[bytes | memoryview]) -> None:
         group_id = message["group_id"]
         if message["kind"] == "eval":
+            for record in message["episodes"]:
+                channels.check_record(record)
             self._take_evaluated(message)
             self._ack(sender, group_id)
         elif group_id in self._waiting:
@@ -105,6 +109,8 @@ class Inbox:
 
     def _take_new(self, sender: bytes, message: dict[str, Any], frames: list[bytes | memoryview]) -> None:
         group_id, outcome = message["group_id"], message["outcome"]
+        if outcome not in channels.OUTCOMES or not 0 <= group_id < self._dealer.next_number:
+            raise MessageError(f"group {group_id} with outcome {outcome!r} was never dealt")
         try:
             samples, bodies = decode_bodies(frames) if outcome == "samples" else ([], [])
             _check(message, samples)
@@ -120,7 +126,7 @@ class Inbox:
             self.sizes.add(samples)
             self._waiting[group_id] = _Waiting(sender, samples, bodies)
         else:
-            self._rings.remember(group_id)
+            self._rings.remember(group_id, outcome)
             self._ack(sender, group_id)
 
     def _ack(self, sender: bytes, group_id: int) -> None:
@@ -133,3 +139,5 @@ def _check(message: dict[str, Any], samples: list[RLSample]) -> None:
         raise MessageError("outcome is 'samples', but there are none")
     if strangers := {sample.group_id for sample in samples} - {group_id}:
         raise MessageError(f"has samples of groups {sorted(strangers)}")
+    if any(not 0 <= number < _LARGEST_ID for sample in samples for number in (sample.episode_id, sample.game_id)):
+        raise MessageError("has samples of impossible episodes or games")  # a ring's words would not hold them

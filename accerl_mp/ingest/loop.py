@@ -3,6 +3,7 @@
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,15 @@ from typing import Any
 from accerl_mp.games import list_eval_games, list_games
 from accerl_mp.ingest.admission import Admission, Progress, Supply
 from accerl_mp.ingest.balance import FlopsEstimate
+from accerl_mp.ingest.conservation import Books, balance
 from accerl_mp.ingest.dealer import Dealer, Schedule
 from accerl_mp.ingest.desk import WorkDesk
 from accerl_mp.ingest.evaluation import Evaluation
 from accerl_mp.ingest.inbox import Inbox
+from accerl_mp.ingest.restore import make_rings
 from accerl_mp.ingest.rings import Rings
+from accerl_mp.ingest.strikes import StrikesFile
+from accerl_mp.recovery import Start
 from accerl_mp.samples import count_quarters
 from accerl_mp.timing import Timer
 from accerl_mp.transport import sockets
@@ -46,8 +51,11 @@ class Ingest:
         self._process, self._config, self._board = process, config, process.board
         self._games, self._eval_games = list_games(config), list_eval_games(config)
         self._group_size = 1 if config.algorithm.rl_algorithm == "ppo" else config.algorithm.grpo_group_size or 1
-        self._rings = Rings.open(paths, config, process.health, FlopsEstimate.of_model(Path(config.model.model_path)))
+        self._start, flops = Start.load(paths.resume), FlopsEstimate.of_model(Path(config.model.model_path))
+        make_rings(paths, config, self._start, flops)
+        self._rings = Rings.open(paths, config, process.health, flops)
         self._dealer = self._open_dealer()
+        self._strikes = StrikesFile(paths.strikes, self._dealer, self._start)
         self._admission = Admission(config)
         self._evaluation: Evaluation | None = None
         self._timer, self._report_at, self._reported = Timer(), time.monotonic() + REPORT_S, Counter[str]()
@@ -58,6 +66,7 @@ class Ingest:
         self._desk = WorkDesk(
             self._context, paths, dealer=self._dealer, games=self._games, eval_games=self._eval_games, table=process.health.table
         )
+        self._books()  # what earlier starts of the run did is left out from here on
         self._new_counts()  # what an earlier ingest counted in the rings is reported already
 
     def run(self) -> None:
@@ -73,6 +82,7 @@ class Ingest:
                 self._follow()
                 self._desk.receive(self._version, self._is_done)
                 self._deal()
+                self._give_up()
                 self._report()
         except Closed:
             self._desk.say_stop()  # not after an error: rollouts wait for the next ingest
@@ -131,6 +141,14 @@ class Ingest:
 
             self._desk.answer(self._version, may_train, self._rings.note_next_number)
 
+    def _give_up(self) -> None:
+        """Groups of games that are set aside are done: no later ingest deals them again."""
+        for group_id in self._dealer.take_given_up():
+            self._rings.remember(group_id, "set_aside")
+
+    def _books(self) -> Books:
+        return balance(self._rings.writers, self._dealer, num_waiting=self._inbox.num_waiting)
+
     def _follow(self) -> None:
         self._admission.follow(Progress(self._version, self._board.get("optimizer_step"), self._rings.num_used))
 
@@ -178,9 +196,9 @@ class Ingest:
             evaluation.give_up(group_id)
         if not evaluation.is_complete:
             return
-        path = evaluation.save(self._process.paths.run_dir / "eval")
+        self._save(evaluation.save, self._process.paths.run_dir / "eval")
         self._metrics.values(evaluation.values(), step=evaluation.step, version=evaluation.version)
-        _log.info("evaluation %d at step %d is complete: %s", evaluation.eval_id, evaluation.step, path)
+        _log.info("evaluation %d at step %d is complete", evaluation.eval_id, evaluation.step)
         self._evaluation = None
         # Last: the trainer may end the run as soon as it sees this.
         self._board.set("eval_done", evaluation.eval_id)
@@ -190,6 +208,7 @@ class Ingest:
         if time.monotonic() < self._report_at and self._version == self._reported_version:
             return
         self._report_at, self._reported_version = time.monotonic() + REPORT_S, self._version
+        self._strikes.save_if_changed()
         values: dict[str, Any] = {f"Time/ingest/{phase}": triple for phase, triple in self._timer.take().items()}
         values["Replay/FillRatio"] = self._rings.fill()
         new = self._new_counts()
@@ -202,6 +221,7 @@ class Ingest:
             values |= {f"{tag}Quarter{number}": count for number, count in enumerate(quarters, start=1)}
         if self._dealer.set_aside:
             values["Rollout/GamesSetAside"] = len(self._dealer.set_aside)
+        values["Ingest/Imbalance"] = sum(map(abs, self._books().imbalance))
         self._metrics.values(values)
 
     def _new_counts(self) -> dict[str, int]:
@@ -222,7 +242,22 @@ class Ingest:
         self._reported = now
         return new
 
+    def _save_books(self) -> None:
+        """At the end, in DIR/books.json."""
+        self._give_up()
+        books, path = self._books(), self._process.paths.run_dir / "books.json"
+        if any(books.imbalance):
+            _log.error("%d groups and %d samples are unaccounted for: %s", *books.imbalance, path)
+        self._save(books.save, path)
+
+    def _save(self, save: Callable[[Path], object], path: Path) -> None:
+        try:
+            save(path)
+        except OSError as error:  # a full disk costs files, not the run
+            _log.warning("cannot write %s: %s", path, error)
+
     def _close(self) -> None:
+        self._save_books()
         self._desk.close()
         self._inbox.close()
         self._context.term()

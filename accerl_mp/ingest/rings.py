@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from accerl_mp.config import Config
-from accerl_mp.ingest.balance import FlopsEstimate, RankLoad, order_ranks
+from accerl_mp.ingest.balance import FlopsEstimate, RankLoad, order_by_count, order_ranks
 from accerl_mp.samples import RLSample
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import ring_memory as at
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 class Rings:
     """One RingWriter a rank."""
 
-    def __init__(self, writers: Sequence[RingWriter], flops: FlopsEstimate, *, reuse: int) -> None:
-        self.writers, self._flops, self._reuse = writers, flops, reuse
+    def __init__(self, writers: Sequence[RingWriter], flops: FlopsEstimate, *, reuse: int, by_count: bool = False) -> None:
+        self.writers, self._flops, self._reuse, self._by_count = writers, flops, reuse, by_count
 
     @classmethod
     def open(cls, paths: RunPaths, config: Config, health: Health, flops: FlopsEstimate) -> "Rings":
@@ -42,7 +42,8 @@ class Rings:
                 while (writer := _try_attach(paths, rank, evict_used=replay.max_sample_reuse != 1)) is None:
                     wait.check()
             writers.append(writer)
-        return cls(writers, flops, reuse=replay.max_sample_reuse)
+        by_count = config.run.synchronous and config.batch.train_packing == "padded"
+        return cls(writers, flops, reuse=replay.max_sample_reuse, by_count=by_count)
 
     def close(self) -> None:
         for writer in self.writers:
@@ -64,23 +65,29 @@ class Rings:
         """Before a group is dealt: whoever ingests after us must not give its number to another."""
         self.writers[0].next_number = number
 
-    def remember(self, group_id: int) -> None:
-        """A group without samples: done all the same."""
-        self.writers[0].remember_group(group_id)
+    def remember(self, group_id: int, end: str = "") -> None:
+        """A group without samples: done all the same. `end`: how (`ring_view.ENDS`)."""
+        self.writers[0].remember_group(group_id, end)
 
     def try_put(self, samples: Sequence[RLSample], bodies: Sequence[Body] | None = None) -> bool:
         """Give the group whole to the rank that needs it most and has room. False: no rank has. `bodies` as `try_put_group` takes them."""
-        order = order_ranks(self.loads()) if len(self.writers) > 1 else [0]
-        return any(self.writers[rank].try_put_group(samples, bodies) for rank in order)
+        return any(self.writers[rank].try_put_group(samples, bodies) for rank in self._order(samples))
+
+    def _order(self, samples: Sequence[RLSample]) -> list[int]:
+        if len(self.writers) == 1:
+            return [0]
+        loads, lengths = self.loads(), np.array([len(sample) for sample in samples])
+        return order_by_count(loads) if self._by_count else order_ranks(loads, self._flops, lengths)
 
     def loads(self) -> list[RankLoad]:
         loads = []
         for rank, writer in enumerate(self.writers):
             slots, rows = writer.live()
-            unused = rows[writer.uses(slots, rows) == 0]
-            wanted = writer.num_wanted
-            flops = self._flops.of(unused[:, at.TOKENS])
-            loads.append(RankLoad(rank, flops, wanted - len(unused) if wanted else 0))
+            uses = writer.uses(slots, rows)
+            tokens = rows[uses == 0, at.TOKENS]
+            missing = writer.num_wanted - len(tokens) if writer.num_wanted else 0
+            given = writer.num_uses + float(np.maximum(0, max(1, self._reuse) - uses).sum())
+            loads.append(RankLoad(rank, int(tokens.sum()), self._flops.of(tokens), missing, given))
         return loads
 
     @property

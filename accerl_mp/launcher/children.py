@@ -33,6 +33,8 @@ class Child:
         """In a row."""
         self.start_at: float | None = None
         """When to start it (again); None: it runs, or shall not."""
+        self.verdict = ""
+        """Why the supervisor has killed it in this life."""
         self._popen: subprocess.Popen | None = None
 
     def start(self, paths: RunPaths, *, terminal_fd: int, parent_variable: str) -> None:
@@ -50,6 +52,7 @@ class Child:
                 pass_fds=[terminal_fd],
             )
         self.pid, self.started, self.was_running, self.start_at = self._popen.pid, time.monotonic(), False, None
+        self.verdict = ""
 
     def ended(self, exit_code: int) -> None:
         """It has been reaped. What it leaves behind is an orphan (`kill_orphans`)."""

@@ -15,15 +15,19 @@ _EVERYBODY = {
     "PYTHONUNBUFFERED": "1",
     "SPT_NOENV": "1",  # setproctitle would overwrite /proc/PID/environ
     "GLOO_SOCKET_IFNAME": "lo",  # one machine; a container's host name need not resolve
+    "NCCL_SOCKET_IFNAME": "lo",  # likewise: NCCL's own sockets only bring the ranks together
     "NCCL_CUMEM_ENABLE": "0",  # must be the same on both sides of the weight group, and vLLM chooses 0
 }
 
 _VLLM = {
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",  # a forked worker would not set its own parent-death signal
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would not set its own parent-death signal
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_HOST_IP": "127.0.0.1",
 }
+
+_COMPILERS = 4
+"""Processes in which a rank compiles its layer's kernels: some twenty, once."""
 
 _VLLM_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding takes whole cores, which the trainer needs too
@@ -65,7 +69,10 @@ def rank_environment(config: Config, plan: GpuPlan) -> dict[str, str]:
     """What a trainer rank sets for itself before it imports torch; torchrun has started it."""
     threads = thread_caps(num_threads("trainer", config))
     workspace = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if config.run.deterministic else {}  # torch asks for it
-    return _EVERYBODY | threads | workspace | {"CUDA_VISIBLE_DEVICES": ",".join(plan.trainer)}
+    compilers = {"TORCHINDUCTOR_COMPILE_THREADS": str(_COMPILERS)} if config.model.compile == "on" else {}
+    # Packs differ in length: memory that grows in place does not fall into pieces. CUDA IPC, which colocated pushes use, cannot share it.
+    memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if config.run.placement == "dedicated" else {}
+    return _EVERYBODY | threads | workspace | compilers | memory | {"CUDA_VISIBLE_DEVICES": ",".join(plan.trainer)}
 
 
 def num_threads(role: str, config: Config) -> int:
@@ -83,3 +90,10 @@ def num_threads(role: str, config: Config) -> int:
 def thread_caps(number: int) -> dict[str, str]:
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
     return dict.fromkeys(names, str(number))
+
+
+def become_inference(config: Config) -> None:
+    """Make this process one that may hold an engine, as a tool does. Before torch or vllm is imported; its GPUs stay those it sees."""
+    is_cpu = config.run.placement == "cpu"
+    num_threads_here = len(os.sched_getaffinity(0)) if is_cpu else num_threads("inference", config)
+    os.environ.update(_EVERYBODY | thread_caps(num_threads_here) | _VLLM | (_VLLM_CPU if is_cpu else {}))

@@ -11,13 +11,22 @@ import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accerl_mp import checks, cli, log
-from accerl_mp.config import Config, ConfigError, resolve
+from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
+from accerl_mp.launcher.resuming import plan_start, run_folder_of
 from accerl_mp.launcher.sweep import lock, sweep
-from accerl_mp.topology import RunPaths, visible_gpus
+from accerl_mp.recovery import Start
+from accerl_mp.topology import RunPaths, gpu_memory_bytes, visible_gpus
 
-_PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir")
+if TYPE_CHECKING:
+    from accerl_mp.models.memory import MemoryPlan
+
+CONFIG_UNREADABLE = "its config cannot be read"
+"""In the problem that launcher/tokenizer.py has with a model folder like that."""
+
+_PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir", "resume")
 _DEMO_GAMES = Path("runs/demo_games")
 
 
@@ -61,16 +70,26 @@ def _prepare(words: list[str]) -> Config:
     """All problems at once (ConfigError), then the run folder."""
     typed = cli.parse(words, environ=os.environ)
     gpus = visible_gpus()
-    config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"))
+    log_dir = run_folder_of(typed.run.resume) or f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"
+    config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=log_dir))
     paths = RunPaths(Path(config.metrics.log_dir or ""))
-    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config)
+    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config) + _env(config)
+    plan = None if problems else _memory_plan(config)
+    problems += plan.problems() if plan else []
     with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:
-        problems += _export_tokenizer(config, Path(folder)) + _model_problems(config)
-        if problems:
+        problems += _export_tokenizer(config, Path(folder))
+        if not any(CONFIG_UNREADABLE in problem for problem in problems):  # else the model would say the same again
+            problems += _model_problems(config)
+        start, of_resume, warnings = plan_start(config)
+        if problems := problems + of_resume:
             raise ConfigError(problems)
-        for warning in checks.warnings(config, typed):
+        for warning in checks.warnings(config, typed) + warnings + (plan.warnings() if plan else []):
             print(f"launch.sh: warning: {warning}", file=sys.stderr)
-        _make_run_folder(paths, config, words)
+        if plan:
+            print("\n".join(f"launch.sh: {line}" for line in plan.lines()), file=sys.stderr)
+            config = config.replace(kv_cache_gib=config.inference.kv_cache_gib or plan.kv_cache_bytes / 2**30)
+        _make_run_folder(paths, config, words, start)
+        shutil.rmtree(paths.tokenizer, ignore_errors=True)
         shutil.copytree(folder, paths.tokenizer)
     return config
 
@@ -78,7 +97,8 @@ def _prepare(words: list[str]) -> Config:
 def _absolute(config: Config) -> Config:
     """Any process can then be started by hand, from any directory."""
     values = config.to_flat()
-    return config.replace(**{name: str(Path(values[name]).resolve()) for name in _PATH_FIELDS if values[name]})
+    paths = {name: values[name] for name in _PATH_FIELDS if values[name] and values[name] != "auto"}  # --resume auto is none
+    return config.replace(**{name: str(Path(path).resolve()) for name, path in paths.items()})
 
 
 def _log_level(config: Config) -> list[str]:
@@ -86,6 +106,18 @@ def _log_level(config: Config) -> list[str]:
         log.level_of("", config.metrics.log_level)
     except ValueError as error:
         return [f"--log-level {config.metrics.log_level}: {error}; [role=]LEVEL with debug, info, warning or error"]
+    return []
+
+
+def _env(config: Config) -> list[str]:
+    if config.games.env == TEXTWORLD:
+        return []  # without importing it here
+    from accerl_mp.rollout.env import find_env
+
+    try:
+        find_env(config.games.env)
+    except ValueError as error:
+        return [f"--env {config.games.env}: {error}: no game could be played"]
     return []
 
 
@@ -117,7 +149,24 @@ def _model_problems(config: Config) -> list[str]:
     return model_problems(config, torch.device("cpu" if config.run.placement == "cpu" else "cuda"))
 
 
-def _make_run_folder(paths: RunPaths, config: Config, words: list[str]) -> None:
+def _memory_plan(config: Config) -> "MemoryPlan | None":
+    """None on cpu, where nvidia-smi does not say what the cards have, and where the model is refused anyway."""
+    card_bytes = None if config.run.placement == "cpu" else gpu_memory_bytes(visible_gpus())
+    if card_bytes is None:
+        return None
+    import torch
+
+    from accerl_mp.models.build import load_model
+    from accerl_mp.models.memory import plan_memory
+
+    try:
+        return plan_memory(load_model(config, torch.device("cuda"), meta=True), config, card_bytes)
+    except (ValueError, OSError, ImportError):
+        return None  # `_model_problems` says what it is
+
+
+def _make_run_folder(paths: RunPaths, config: Config, words: list[str], start: Start) -> None:
+    """New, or what a run that goes on has already: its logs, metrics and events are appended to."""
     paths.run_dir.mkdir(parents=True, exist_ok=True)
     held = lock(paths)
     if held is None:
@@ -126,9 +175,11 @@ def _make_run_folder(paths: RunPaths, config: Config, words: list[str]) -> None:
         sweep(paths)
         paths.stop.unlink(missing_ok=True)
         (paths.run_dir / "logs").mkdir(exist_ok=True)
-        (paths.run_dir / "command.txt").write_text(shlex.join(["bash", "launch.sh", *words]) + "\n")
+        with (paths.run_dir / "command.txt").open("a") as file:
+            file.write(shlex.join(["bash", "launch.sh", *words]) + "\n")
         (paths.run_dir / "versions.json").write_text(json.dumps(_stack(), indent=2) + "\n")
         config.save(paths.args)
+        start.save(paths.resume)
 
 
 def _stack() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from accerl_mp.launcher.sweep import sweep
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE, PARENT_PID
-from accerl_mp.transport.process import Process, run_process
+from accerl_mp.transport.process import Process, exit_now, run_process
 
 _SUPERVISOR_LEAVES_S = 45.0
 
@@ -34,7 +33,7 @@ def run_rank(run_dir: Path, rank: int, supervisor_pid: int | None, main: Callabl
         run_process("trainer", main, ["--run-dir", str(run_dir), "--index", str(rank)])
     except SystemExit as end:
         failed = supervisor_pid is not None and _wait_for_supervisor(paths, supervisor_pid) != 0
-        sys.exit(end.code or int(failed))
+        exit_now(int(end.code or failed))
 
 
 def _prepare(paths: RunPaths, rank: int) -> None:

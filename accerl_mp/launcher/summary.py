@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--exit-code", type=int, required=True)
     args = parser.parse_args()
     paths = RunPaths(args.run_dir)
-    _wait_until_over(paths)
+    wait_until_over(paths)
     status = _status(paths)
     if args.exit_code == 0 or paths.stop.exists():
         print("\n".join(success_lines(paths, status)))
@@ -34,7 +34,7 @@ def main() -> None:
         print("\n".join(failure_lines(paths)), file=sys.stderr)
 
 
-def _wait_until_over(paths: RunPaths) -> None:
+def wait_until_over(paths: RunPaths) -> None:
     """Also where torchrun was killed and nobody else waited.
 
     waits for      the supervisor to let the run folder's lock go, at most 45 s; then removes what may be left
@@ -63,6 +63,7 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
         *lines,
         f"  wall time           {_minutes(wall_s)}, of which rounds {_minutes(status.get('training_s', 0.0))}",
         f"  run folder          {paths.run_dir}",
+        f"  report              {shlex.quote(sys.executable)} -m accerl_mp.tools.report {shlex.quote(str(paths.run_dir))}",
         f"  TensorBoard         {tensorboard_command(paths.run_dir)}",
     ]
 

@@ -8,6 +8,7 @@ import faulthandler
 import logging
 import os
 import select
+import shlex
 import signal
 import sys
 import time
@@ -17,10 +18,13 @@ from pathlib import Path
 from accerl_mp import log
 from accerl_mp.config import Config
 from accerl_mp.launcher import children
+from accerl_mp.launcher.causes import describe, first_failure, last_lines, note, without_disk
 from accerl_mp.launcher.children import Child
 from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import Role, build_roles, table_names
+from accerl_mp.launcher.status_line import StatusLine
 from accerl_mp.launcher.sweep import lock, note_foreign, sweep
+from accerl_mp.launcher.watchdog import Stall, Watchdog, blame, dump_and_kill
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import EXIT_GAME_HUNG, PeerLost
@@ -28,6 +32,9 @@ from accerl_mp.transport.health import FAILURE_FILE, PARENT_PID, STATES, Health,
 
 LAUNCH_PID = "ACCERL_LAUNCH_PID"
 """Environment variable: pid of launch.sh; when it is gone, the run ends."""
+
+BY_HAND = "ACCERL_BY_HAND"
+"""Environment variable: names of processes that a person starts, separated by commas. They are not started again either."""
 
 _TURN_S = 0.2
 _AT_ONCE_S = 5.0
@@ -37,7 +44,8 @@ _MAX_BACK_OFF_S = 10.0
 _ORPHAN_SCAN_S = 5.0
 _RANKS_LEAVE_S = 25.0
 _FAST_STOP_S = 3.0
-_LAST_LINES = 20
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""Exit codes of somebody else's doing; any other end in the middle of an env step is the game's interpreter's."""
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +112,7 @@ class Supervisor:
         try:
             end = self._watch()
         finally:
+            self._status_line.clear()
             self._end(end)
         return 1 if end.reason in ("failed", "orphaned") else 0
 
@@ -126,9 +135,15 @@ class Supervisor:
         self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
         self._health = Health("supervisor/0", table=self._table, board=self._board)
         self._health.enter()
+        self._status_line = StatusLine(self._table, self._board)
+        self._watchdog = Watchdog(self._table, self._config, note)
         _log.info("starts %s", ", ".join(f"{role.count} {role.name}" for role in reversed(self._roles)))
         for child in reversed(self._children):
-            self._start(child)
+            if child.name in os.environ.get(BY_HAND, "").split(","):
+                module, folder = f"accerl_mp.{child.role.name}", shlex.quote(str(self._paths.run_dir))
+                _log.info("%s is yours to start: python -m %s --run-dir %s --index %d", child.name, module, folder, child.index)
+            else:
+                self._start(child)
         self._health.set_state("running")
 
     def _watch(self) -> End:
@@ -138,15 +153,16 @@ class Supervisor:
                 self._orphans_until = time.monotonic() + _ORPHAN_SCAN_S
                 if (child := self._child_of(pid)) and (end := self._on_death(child, exit_code)):
                     return end
-            if end := self._look_around():
+            if end := self._look_around() or self._end_stuck():
                 return end
             self._look_at_children()
+            self._status_line.show()
             self._sleep()
 
     def _look_around(self) -> End | None:
         """Whether somebody outside the roles ends the run."""
         ranks = [row for row in self._table.snapshot() if row.name.startswith("trainer/")]
-        if lost := _first_failure(ranks, self._paths):
+        if lost := first_failure(ranks, self._paths):
             return End("failed", lost)
         if os.getppid() != self._parent_pid:
             return End("orphaned", detail="trainer/0 is gone")
@@ -173,15 +189,34 @@ class Supervisor:
         self._health.beat()
         self._health.tick()
 
+    def _end_stuck(self) -> End | None:
+        """Processes that live but stand still: a role's is killed, to be started again; a rank's ends the run."""
+        stalls = self._watchdog.look(time.monotonic())
+        if ranks := [stall for stall in stalls if stall.name.startswith("trainer/")]:
+            guilty = blame(ranks)
+            dump_and_kill(self._table, guilty, [row.name for row in self._table.snapshot()], _TURN_S)
+            return End("failed", self._lost(guilty.name, None, str(guilty)))
+        for stall in stalls:
+            if child := self._child_of(stall.pid):
+                self._end_stuck_child(child, stall)
+        return None
+
+    def _end_stuck_child(self, child: Child, stall: Stall) -> None:
+        _log.error("%s %s: ends it", child.name, stall)
+        child.verdict = f"it {stall}"
+        dump_and_kill(self._table, stall, [child.name], _TURN_S)
+
     def _look_at_start(self, child: Child, now: float) -> None:
         row = self._row(child)
         if row.pid != child.pid or child.was_running:
             return
         child.was_running = row.state == "running"
         if child.was_running:
-            note_foreign(self._paths, children.descendants())
+            with without_disk("a `kill -9` of everything would leave vLLM's shared memory behind"):
+                note_foreign(self._paths, children.descendants())
         if row.state == "starting" and now - child.started > child.role.start_timeout_s and not self._table.holder:
             flag = f" ({child.role.start_flag})" if child.role.start_flag else ""
+            child.verdict = f"it was not ready after {child.role.start_timeout_s:.0f} s{flag}"
             _log.error("%s is not ready after %.0f s%s: ends it", child.name, child.role.start_timeout_s, flag)
             self._table.dump_stacks([child.name])
             time.sleep(_TURN_S)  # its stacks are written by then
@@ -199,8 +234,9 @@ class Supervisor:
         self._bury(child, exit_code)
         child.num_deaths_at_once = child.num_deaths_at_once + 1 if at_once else 0
         index = self._table.row_of(child.name)
-        lost = PeerLost(child.name, exit_code, str(self._log_file(child)), row.error or _describe(exit_code))
-        if exit_code == EXIT_GAME_HUNG:  # ingest counts it against the game, which it sets aside after three
+        lost = self._lost(child.name, exit_code, child.verdict or row.error or describe(exit_code))
+        if exit_code == EXIT_GAME_HUNG or self._table.word(index, "died_playing"):
+            # Ingest counts it against the game, which it sets aside after three.
             child.num_deaths_at_once, child.start_at = 0, time.monotonic()
             _log.warning("%s, starts again (the game's fault: no restart is used up)", lost)
             return None
@@ -223,6 +259,9 @@ class Supervisor:
         child.ended(exit_code)
         row = self._table.row_of(child.name)
         self._table.set_word(row, "exit_code", exit_code)
+        is_games_fault = exit_code not in _FROM_OUTSIDE and not child.verdict
+        self._table.set_word(row, "died_playing", self._table.word(row, "plays") if is_games_fault else 0)
+        self._table.set_word(row, "plays", 0)
         self._table.set_word(row, "pid", 0)
         if self._table.read(row).state not in ("ended", "failed"):
             self._table.set_word(row, "state", STATES.index("failed" if exit_code else "ended"))
@@ -245,16 +284,18 @@ class Supervisor:
         self._kill_orphans()
         if end.reason in ("finished", "stopped"):
             self._wait_for_ranks()
+            self._board.set("stop", 1)  # what a person has started got no signal
         sweep(self._paths)
         _log.info("%s; all processes ended within %.1f s", end.reason, time.monotonic() - start)
         self._health.set_state("failed" if fast else "ended")
 
     def _report(self, lost: PeerLost) -> None:
         """The first failure, with its last log lines; what breaks because of it comes later and is not shown."""
-        lost.save(self._paths.run_dir / FAILURE_FILE)
+        with without_disk("processes will not know why the run ends"):
+            lost.save(self._paths.run_dir / FAILURE_FILE)
         self._board.set("failed", 1)
         _log.error("the run ends: %s", lost)
-        for line in _last_lines(Path(lost.log_file)):
+        for line in last_lines(Path(lost.log_file)):
             log.terminal_line(f"    {line}")
 
     def _stop(self, role: Role, *, timeout_s: float) -> None:
@@ -325,8 +366,9 @@ class Supervisor:
     def _pids(self) -> set[int]:
         return {child.pid for child in self._children if child.pid}
 
-    def _log_file(self, child: Child) -> Path:
-        return self._paths.log(child.role.name, child.index)
+    def _lost(self, name: str, exit_code: int | None, detail: str) -> PeerLost:
+        role, _, index = name.partition("/")
+        return PeerLost(name, exit_code, str(self._paths.log(role, int(index))), detail)
 
 
 def _wake_on_signals(handler: object) -> int:
@@ -338,27 +380,3 @@ def _wake_on_signals(handler: object) -> int:
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handler)  # type: ignore[arg-type]
     return reader
-
-
-def _first_failure(ranks: list[HealthRow], paths: RunPaths) -> PeerLost | None:
-    """The rank that was killed, else the one that failed first: the others only follow."""
-    failed = sorted((row for row in ranks if row.state == "failed"), key=lambda row: row.changed)
-    killed = [row for row in ranks if row.pid and row.state not in ("ended", "failed") and not is_alive(row.pid)]
-    for row in killed + failed:
-        role, _, index = row.name.partition("/")
-        return PeerLost(row.name, None, str(paths.log(role, int(index))), row.error or "it died without a word (killed?)")
-    return None
-
-
-def _describe(exit_code: int) -> str:
-    if exit_code >= 0:
-        return "it ended by itself before the run was over" if exit_code == 0 else "it ended with an error"
-    return f"it was killed by {signal.Signals(-exit_code).name}"
-
-
-def _last_lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16384))
-        return file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]

@@ -33,9 +33,14 @@ def sweep(paths: RunPaths) -> list[Path]:
 
 
 def note_foreign(paths: RunPaths, pids: list[int]) -> None:
-    """Write down which shared memory these processes use beside the run's own, so that `sweep` finds it after a `kill -9`."""
+    """Write down which shared memory these processes use beside the run's own, so that `sweep` finds it after a `kill -9`.
+
+    OSError where the disk is full: the old list stays.
+    """
     files = {file for pid in pids for file in _mapped(pid)} | set(map(str, _foreign(paths)))
-    (paths.run_dir / _FOREIGN).write_text("".join(f"{file}\n" for file in sorted(files)))
+    temporary = paths.run_dir / f"{_FOREIGN}.new"
+    temporary.write_text("".join(f"{file}\n" for file in sorted(files)))
+    temporary.rename(paths.run_dir / _FOREIGN)
 
 
 def _foreign(paths: RunPaths) -> list[Path]:

@@ -1,29 +1,107 @@
 """torchrun for one run: `python -m accerl_mp.launcher.torchrun --run-dir DIR --nproc-per-node N --rdzv-endpoint HOST:PORT`.
 
-torchrun's own talk goes to DIR/logs/torchrun.log; its ranks inherit the terminal.
+torchrun's own talk goes to DIR/logs/torchrun.log; its ranks inherit the terminal. When a trainer rank has died, everything below
+torchrun has ended; then torchrun is started again, with new ranks and a new supervisor, from the last saved state
+(`--max-trainer-restarts`). Not torchrun's own restarts: those would not wait until the old supervisor has gone.
 """
 
 import argparse
+import ctypes
 import os
 import runpy
+import signal
 import sys
+import time
 from pathlib import Path
+
+from accerl_mp.config import Config
+from accerl_mp.launcher.resuming import plan_restart
+from accerl_mp.launcher.summary import wait_until_over
+from accerl_mp.recovery import announced_in
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.health import FAILURE_FILE
+
+_PR_SET_PDEATHSIG = 1
+_TURN_S = 0.1
 
 
 def main() -> None:
+    """Exits with torchrun's code, of its last start."""
     parser = argparse.ArgumentParser("accerl_mp.launcher.torchrun")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--nproc-per-node", type=int, required=True)
     parser.add_argument("--rdzv-endpoint", default="127.0.0.1:0")
     args = parser.parse_args()
-    log_file = args.run_dir / "logs" / "torchrun.log"
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    # Python's streams only: the descriptors 1 and 2 stay the terminal, for the ranks.
-    sys.stdout = sys.stderr = log_file.open("a", buffering=1)
-    os.environ["OMP_NUM_THREADS"] = "1"  # else torchrun warns; ranks choose their own
-    sys.argv = ["torchrun", *torchrun_flags(args.nproc_per_node, args.rdzv_endpoint)]
-    sys.argv += ["-m", "accerl_mp.launcher", "--run-dir", str(args.run_dir)]
-    runpy.run_module("torch.distributed.run", run_name="__main__")
+    flags = torchrun_flags(args.nproc_per_node, args.rdzv_endpoint)
+    sys.exit(Launcher(RunPaths(args.run_dir), flags).run())
+
+
+class Launcher:
+    """Starts torchrun, and again while that may help.
+
+    waits for      torchrun, without a limit: it is the run
+    at the end     launch.sh's signals reach torchrun too (one process group); after one nothing is started again
+    a dead parent  launch.sh's death is the supervisor's business; if this process dies, torchrun is killed with it
+    """
+
+    def __init__(self, paths: RunPaths, flags: list[str], *, module: str = "accerl_mp.launcher") -> None:
+        self._paths = paths
+        self._words = [*flags, "-m", module, "--run-dir", str(paths.run_dir)]
+        self._most = Config.load(paths.args).metrics.max_trainer_restarts
+        self._was_signalled = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        num_restarts = 0
+        while True:
+            before = announced_in(self._paths.resume)
+            code = self._wait(_start_torchrun(self._paths, self._words))
+            if code == 0 or self._was_signalled or self._paths.stop.exists():
+                return code
+            wait_until_over(self._paths)
+            lost = PeerLost.load(self._paths.run_dir / FAILURE_FILE)
+            # The first push of a start teaches nothing: a round was trained once a second one has begun.
+            has_trained = announced_in(self._paths.resume) > before + 1
+            refusal = restart_refusal(lost, num_restarts=num_restarts, most=self._most, has_trained=has_trained)
+            if refusal is not None:
+                _say(refusal)
+                return code
+            num_restarts += 1
+            self._prepare_restart(lost, num_restarts)
+
+    def _prepare_restart(self, lost: PeerLost, num_restarts: int) -> None:
+        start, damaged = plan_restart(self._paths, num_restarts=num_restarts)
+        for text in damaged:
+            _say(f"{text}: it is left out")
+        start.save(self._paths.resume)
+        (self._paths.run_dir / FAILURE_FILE).unlink(missing_ok=True)
+        where = f"from {Path(start.state).name}" if start.state else "from the beginning: no state was saved yet"
+        _say(f"{lost}\nlaunch.sh: starts the run again (restart {num_restarts} of {self._most}) {where}")
+
+    def _wait(self, pid: int) -> int:
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
+            time.sleep(_TURN_S)
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._was_signalled = True
+
+
+def restart_refusal(lost: PeerLost, *, num_restarts: int, most: int, has_trained: bool) -> str | None:
+    """Why the run is not started again; None: it is. Empty: there is nothing to say."""
+    if not lost.role.startswith("trainer/") or most == 0:
+        return ""
+    if num_restarts >= most:
+        return f"--max-trainer-restarts {most} is used up"
+    if num_restarts and not has_trained:
+        return f"{lost.role} died again before a round was trained: it is not started again (--max-trainer-restarts {most})"
+    return None
 
 
 def torchrun_flags(num_ranks: int, endpoint: str) -> list[str]:
@@ -32,6 +110,32 @@ def torchrun_flags(num_ranks: int, endpoint: str) -> list[str]:
     # With the address given, torchrun does not resolve the machine's host name, which a container need not know.
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--local-addr", host]
     return ["--nnodes", "1", "--nproc-per-node", str(num_ranks), "--max-restarts", "0", *rendezvous]
+
+
+def _start_torchrun(paths: RunPaths, words: list[str]) -> int:
+    """Its pid: a fork of this process, which has imported nothing heavy."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    log_file = paths.log("torchrun", 0).with_name("torchrun.log")
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    # Python's streams only: the descriptors 1 and 2 stay the terminal, for the ranks.
+    sys.stdout = sys.stderr = log_file.open("a", buffering=1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # else torchrun warns; ranks choose their own
+    sys.argv = ["torchrun", *words]
+    runpy.run_module("accerl_mp.trainer.loopback", run_name="__main__")
+    sys.exit(0)
+
+
+def _say(text: str) -> None:
+    if text:
+        print(f"launch.sh: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Attention over packed rows: several samples one after the other, each attending to itself only.
 
-Two functions behind Transformers' attention interface, chosen by name in the model's config:
+Three functions behind Transformers' attention interface, chosen by name in the model's config:
 
     accerl_segments   PyTorch SDPA, one causal call a sample; any device and dtype
     accerl_varlen     PyTorch's varlen kernel (FlashAttention), one call a pack; GPU, bfloat16 or float16
+    accerl_flash2     the flash-attn package's kernel, likewise (Transformers' own way to it is compiled anew for every layer)
 
-Neither has a mask function, so Transformers builds no mask: a [T, T] mask of a pack costs 3.3 times the time. Without segments
-both are plain causal attention over the rows of a batch: padding on the right needs no mask, since no token looks right.
+None has a mask function, so Transformers builds no mask: a [T, T] mask of a pack costs 3.3 times the time. Without segments
+all are plain causal attention over the rows of a batch: padding on the right needs no mask, since no token looks right.
 """
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +21,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 SEGMENTS = "accerl_segments"
 VARLEN = "accerl_varlen"
+FLASH2 = "accerl_flash2"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments by which a model asks for attention that neither function computes (Gemma 2's soft cap, GPT-OSS's sinks, T5's bias)."""
 
@@ -34,7 +37,10 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str) -> "Segments":
+        device = torch.device(device)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        if device.type == "cuda":  # from pageable memory the copy would wait for the GPU
+            ends = ends.pin_memory()
         return cls(lengths, ends.to(device, non_blocking=True))
 
     def forward_arguments(self, attention: str) -> dict[str, Any]:
@@ -61,9 +67,9 @@ def segment_attention(
     """`query` [B, H, S, D], `key` and `value` with H or fewer heads; returns [B, S, H, D]. Segments only with B = 1."""
     _refuse_unsupported(module, others)
     lengths = segment_lengths or [query.shape[2]]
-    has_groups = query.shape[1] != key.shape[1]
+    grouped = {"enable_gqa": True} if _num_groups(module, query, key) > 1 else {}  # a branch: compiled, the comparison is a symbol
     parts = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
-    outputs = [_causal(*part, scaling=scaling, sliding_window=sliding_window, has_groups=has_groups) for part in parts]
+    outputs = [_causal(*part, sliding_window=sliding_window, scale=scaling, **grouped) for part in parts]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2), None
 
@@ -87,18 +93,42 @@ def varlen_attention(
     from torch.nn.attention.varlen import varlen_attn  # looks for its kernels when it is imported
 
     _refuse_unsupported(module, others)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:  # torch 2.11's has no enable_gqa
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    # Fewer key heads than query heads are the kernel's own business: torch 2.11's has no enable_gqa, and needs none (tests/gpu).
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
     output = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=window)
     return output[None], None
 
 
+def flash2_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """As `varlen_attention`."""
+    if cu_seq_lens_q is None:
+        return segment_attention(module, query, key, value, None, scaling=scaling, sliding_window=sliding_window)
+    from flash_attn import flash_attn_varlen_func
+
+    _refuse_unsupported(module, others)
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scaling, causal=True, window_size=window)[None], None
+
+
 def register() -> None:
-    """Make both names known to Transformers (once a process; again does no harm)."""
+    """Make the names known to Transformers (once a process; again does no harm)."""
     AttentionInterface.register(SEGMENTS, segment_attention)
+    AttentionInterface.register(FLASH2, flash2_attention)
     AttentionInterface.register(VARLEN, varlen_attention)
 
 
@@ -109,13 +139,15 @@ def choose(wanted: str, *, device: torch.device, dtype: torch.dtype, config: Pre
     """
     register()
     obstacle = _varlen_obstacle(device, dtype, config)
+    if wanted == "flash_attention_2" and obstacle is None and importlib.util.find_spec("flash_attn") is None:
+        obstacle = "flash-attn is not installed (launch.sh --with-flash-attn)"
     if wanted == "auto":
         return SEGMENTS if obstacle else VARLEN
     if wanted == "sdpa":
         return SEGMENTS
     if obstacle:
-        raise ValueError(f"--attn-implementation {wanted} cannot run here: {obstacle}; auto takes sdpa then")
-    return VARLEN if wanted == "varlen" else wanted
+        raise ValueError(f"--attn-implementation {wanted} cannot run here: {obstacle}; auto takes what can")
+    return VARLEN if wanted == "varlen" else FLASH2
 
 
 def head_size(config: PretrainedConfig) -> int:
@@ -132,15 +164,20 @@ def _varlen_obstacle(device: torch.device, dtype: torch.dtype, config: Pretraine
     return None
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, sliding_window: int | None, has_groups: bool) -> Tensor:
+def _causal(query: Tensor, key: Tensor, value: Tensor, *, sliding_window: int | None, **options: Any) -> Tensor:
     """One sample (or a batch of rows) attending to itself and to the left."""
     length = query.shape[2]
     if sliding_window is None or length <= sliding_window:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=has_groups)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
     positions = torch.arange(length, device=query.device)
     distance = positions[:, None] - positions[None, :]
     mask = (distance >= 0) & (distance < sliding_window)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=has_groups)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+
+
+def _num_groups(module: torch.nn.Module, query: Tensor, key: Tensor) -> int:
+    """Query heads that share a key head. From the module where it knows: in a compiled layer shapes are symbols."""
+    return getattr(module, "num_key_value_groups", None) or query.shape[1] // key.shape[1]
 
 
 def _refuse_unsupported(module: torch.nn.Module, arguments: dict[str, Any]) -> None:

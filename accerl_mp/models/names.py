@@ -4,6 +4,8 @@ What travels to vLLM and what an export holds. Tied weights come once, under the
 fuses weights on loading (experts of a mixture), its own reverse conversion splits them again.
 """
 
+import itertools
+import re
 from collections.abc import Iterator
 
 import torch
@@ -12,14 +14,17 @@ from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
+_NUMBERED = re.compile(r".*?\.\d+(?=\.)")
+
 
 def iter_weights(model: nn.Module, *, trainable_only: bool, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
     """(checkpoint name, whole tensor on the model's device) in `manifest`'s order; floats cast to `dtype` unless None.
 
     Collective where the model is sharded: every rank iterates to the end, at the same place in its program. `trainable_only`
-    leaves out what doesn't train, buffers too.
+    leaves out decoder layers, and tensors outside of them, in which nothing trains. A layer goes whole: vLLM fuses its parts
+    (q, k and v; gate and up; experts), and half of a fused weight would leave the rest undefined.
     """
-    for name, tensor in _sources(model, trainable_only):
+    for name, tensor in named_tensors(model, trainable_only):
         tensor = tensor.detach()
         if dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(dtype)  # before the gathering: half the bytes with bfloat16
@@ -30,7 +35,7 @@ def iter_weights(model: nn.Module, *, trainable_only: bool, dtype: torch.dtype |
 def manifest(model: nn.Module, *, trainable_only: bool, dtype: torch.dtype | None) -> list[tuple[str, tuple[int, ...], str]]:
     """(checkpoint name, shape, dtype such as "bfloat16") of what `iter_weights` gives, in its order, without communication."""
     entries = []
-    for name, tensor in _sources(model, trainable_only):
+    for name, tensor in named_tensors(model, trainable_only):
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         shadow = torch.empty(tuple(tensor.shape), dtype=target, device="meta")
         for checkpoint_name, part in _checkpoint_form(model, name, shadow):
@@ -52,12 +57,19 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _sources(model: nn.Module, trainable_only: bool) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():  # a tied one once
-        if parameter.requires_grad or not trainable_only:
-            yield _plain(name), parameter
-    if not trainable_only:
-        yield from ((_plain(name), buffer) for name, buffer in persistent_buffers(model))
+def named_tensors(model: nn.Module, trainable_only: bool) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, then persistent buffers, as they are: a rank's own shards. See `iter_weights` for `trainable_only`."""
+    named = [(_plain(name), parameter) for name, parameter in model.named_parameters()]  # a tied one once
+    training = {_unit(name) for name, parameter in named if parameter.requires_grad}
+    for name, tensor in itertools.chain(named, ((_plain(name), buffer) for name, buffer in persistent_buffers(model))):
+        if not trainable_only or _unit(name) in training:
+            yield name, tensor
+
+
+def _unit(name: str) -> str:
+    """What is sent or left out as one: "model.layers.3" of all that is in it; outside of the layers each tensor by itself."""
+    match = _NUMBERED.match(name)
+    return match.group() if match else name
 
 
 def _plain(name: str) -> str:

@@ -13,6 +13,7 @@ from accerl_mp.rollout.loop_timer import LoopTimer
 from accerl_mp.rollout.tasks import first_to_end
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.channels import MessageError
 from accerl_mp.transport.errors import DeadlineExpired
 from accerl_mp.transport.health import Health
 
@@ -22,6 +23,7 @@ MAX_ABORTS = 20
 """Aborted replies in a row after which a turn is given back as aborted."""
 MAX_ERRORS = 3
 """Error replies in a row that a turn may get: a dying engine gives one, and so does a request that it will never take."""
+_FINISH_REASONS = ("stop", "length", "abort")
 _POLL_S = 0.2
 _ERROR_PAUSE_S = 1.0
 
@@ -131,7 +133,11 @@ class InferenceClient:
     async def _receive(self, replica: int) -> None:
         while True:
             data = await self._sockets[replica].recv()
-            message = channels.unpack("reply", data)
+            try:
+                message = channels.unpack("reply", data)
+            except MessageError as error:
+                _log.error("inference/%d sent a reply that is none, its turn is asked again at its deadline: %s", replica, error)
+                continue
             request = self._requests.get(message["id"])
             if request is None or request.answer.done():
                 continue  # an answer to an earlier try
@@ -168,11 +174,19 @@ class InferenceClient:
 def _reply(message: dict[str, Any]) -> Reply:
     if message["error"] is not None:
         raise InferenceError(message["error"])
-    ids = np.frombuffer(message["ids"], np.int32)
-    logprobs = np.frombuffer(message["logprobs"], np.float32)
-    versions = np.frombuffer(message["versions"], np.int32)
+    try:
+        ids = np.frombuffer(message["ids"], np.int32)
+        logprobs = np.frombuffer(message["logprobs"], np.float32)
+        versions = np.frombuffer(message["versions"], np.int32)
+    except ValueError as error:
+        raise InferenceError(f"a reply whose arrays are cut: {error}") from error
     if not len(ids) == len(logprobs) == len(versions):
         raise InferenceError(f"a reply of {len(ids)} tokens came with {len(logprobs)} logprobs and {len(versions)} versions")
+    if not np.isfinite(logprobs).all() or (ids < 0).any() or (versions < 0).any():
+        numbers = f"ids {ids.tolist()}, logprobs {logprobs.tolist()}, versions {versions.tolist()}"
+        raise InferenceError(f"a reply with impossible numbers: {numbers}")
+    if message["finish_reason"] not in _FINISH_REASONS:
+        raise InferenceError(f"a reply that finished for the reason {message['finish_reason']!r}")
     return Reply(
         ids=ids, logprobs=logprobs, versions=versions, finish_reason=message["finish_reason"], salt_version=message["salt_version"]
     )

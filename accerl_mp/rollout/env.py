@@ -1,12 +1,13 @@
 """The games: a small `Env` protocol, and TextWorld's implementation of it.
 
-The only module of the rollout process that knows TextWorld: another task is another file with the same protocol.
+The only module of the rollout process that knows TextWorld: another task is another file with the same protocol (`--env`).
 """
 
+import importlib
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,16 @@ from typing import Protocol
 import numpy as np
 import textworld
 
+from accerl_mp.config import TEXTWORLD
+
 MAX_SEED = 2**31 - 1
 """The interpreter keeps its seed in a C int; 0 and -1 would mean the clock, so seeds start at 1."""
 
 _HEADER_BYTES = 64
 _STORY_VERSIONS = {1: 2, 2: 2, 3: 2, 4: 4, 5: 4, 6: 8, 7: 8, 8: 8}
 """Versions of the Z-machine, and the unit of the length in their header."""
+_BROKEN = (OSError, ValueError, LookupError, AttributeError, TypeError, AssertionError, RuntimeError, NameError, ArithmeticError, EOFError)
+"""What TextWorld raises about nonsense in a game's files (its own errors are NameErrors and RuntimeErrors)."""
 _STATUS_LINE = re.compile(r"\n>\s[^\n]*\Z")
 _BANNER_LINE = re.compile(r"[\s$\\/|_>]+")
 
@@ -59,7 +64,10 @@ class Observation:
 
 
 class Env(Protocol):
-    """One game. `reset` may be called at any time, also after the end."""
+    """One game, opened from its file: `SomeEnv(path)`. `reset` may be called at any time, also after the end.
+
+    Whatever goes wrong with a game should be raised as EnvError: the game gets a strike and the run goes on.
+    """
 
     path: str
 
@@ -106,8 +114,8 @@ class EnvPool:
     Only idle ones are closed, the one that was used longest ago first; more than `capacity` are open only while more are being played.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int, open_env: Callable[[str], Env] = TextWorldEnv) -> None:
+        self._capacity, self._open_env = capacity, open_env
         self._idle: OrderedDict[int, Env] = OrderedDict()  # by id, oldest first
         self._num_played = 0
 
@@ -122,7 +130,7 @@ class EnvPool:
                 break
         else:
             self._close_idle_above(self._capacity - 1)
-            env = TextWorldEnv(path)
+            env = self._open_env(path)
         self._num_played += 1
         return env
 
@@ -145,6 +153,27 @@ class EnvPool:
             self._idle.popitem(last=False)[1].close()
 
 
+def find_env(name: str) -> Callable[[str], Env]:
+    """The class that `--env` names: `textworld`, or `module:Class` of any module that Python finds. ValueError says what is wrong.
+
+    Example: `find_env("accerl_mp.rollout.guessing:GuessingEnv")`.
+    """
+    if name == TEXTWORLD:
+        return TextWorldEnv
+    module_name, colon, class_name = name.partition(":")
+    if not (module_name and colon and class_name):
+        raise ValueError(f"{name!r} is neither {TEXTWORLD!r} nor module:Class")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except ImportError as error:
+        raise ValueError(f"module {module_name} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
+    except AttributeError as error:
+        raise ValueError(f"module {module_name} has no {class_name}") from error
+    if missing := [method for method in ("reset", "step", "close") if not callable(getattr(found, method, None))]:
+        raise ValueError(f"{name} has no {', '.join(missing)}: it does not follow the Env protocol of accerl_mp/rollout/env.py")
+    return found
+
+
 def game_name(path: str | Path) -> str:
     """A game's name in records: its file's name without the ending."""
     return os.path.splitext(os.path.basename(path))[0]
@@ -155,7 +184,7 @@ def _naming(path: str) -> Iterator[None]:
     """Whatever TextWorld raises about a damaged game is an EnvError that names it."""
     try:
         yield
-    except (OSError, ValueError, LookupError, AttributeError, TypeError, AssertionError, RuntimeError) as error:
+    except _BROKEN as error:
         raise EnvError(path, f"{type(error).__name__}: {error}") from error
 
 

@@ -157,18 +157,22 @@ class Player:
             prompt = history.next_prompt(message)
         if prompt is None:
             return None
-        reply = await self.inference.generate(
-            episode_id=episode.episode_id,
-            prompt=prompt.ids,
-            max_tokens=self.config.inference.infer_max_tokens,
-            temperature=temperature,
-            salt_version=salt_version,
-        )
+        reply = await self.sample(episode, prompt.ids, temperature=temperature, salt_version=salt_version)
         ids = reply.ids.tolist()
         history.add_reply(ids)
         turn = Turn(message=message, new_ids=prompt.new_ids, reply=reply, text=self.tokenizer.decode(ids))
         episode.turns.append(turn)
         return turn
+
+    async def sample(self, episode: Episode, prompt: list[int], *, temperature: float, salt_version: int) -> Reply:
+        """A reply to the prompt."""
+        return await self.inference.generate(
+            episode_id=episode.episode_id,
+            prompt=prompt,
+            max_tokens=self.config.inference.infer_max_tokens,
+            temperature=temperature,
+            salt_version=salt_version,
+        )
 
     def _act(self, env: Env, episode: Episode, turn: Turn) -> str:
         """Execute the turn's command, if it names one; returns the next turn's message."""

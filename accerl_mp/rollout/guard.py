@@ -35,10 +35,17 @@ class StepGuard:
     waits for      nothing in the stepping thread; the watcher looks a few times a deadline
     at the end     `close()` stops the watcher
     on expiry      `on_expiry(step)` on the watcher's thread, once
+    on a crash     `mark(group_id)` came before the step and `mark(-1)` never: so the supervisor knows whose step it was
     """
 
-    def __init__(self, timeout_s: float, clock: Callable[[], float], on_expiry: Callable[[Step], None]) -> None:
-        self._timeout_s, self._clock, self._on_expiry = timeout_s, clock, on_expiry
+    def __init__(
+        self,
+        timeout_s: float,
+        clock: Callable[[], float],
+        on_expiry: Callable[[Step], None],
+        mark: Callable[[int], None] = lambda group_id: None,
+    ) -> None:
+        self._timeout_s, self._clock, self._on_expiry, self._mark = timeout_s, clock, on_expiry, mark
         self._step: Step | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="step guard", daemon=True)
@@ -47,14 +54,16 @@ class StepGuard:
     @contextmanager
     def __call__(self, path: str, *, group_id: int, game_id: int) -> Iterator[None]:
         self._step = Step(path, group_id, game_id, self._clock())
+        self._mark(group_id)
         try:
             yield
         finally:
+            self._mark(-1)
             self._step = None
 
     def close(self) -> None:
         self._closed.set()
-        self._thread.join()
+        self._thread.join(timeout=5)  # it looks every second
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, self._timeout_s / 4)):
@@ -68,7 +77,7 @@ def end_process(process: Process, step: Step) -> None:
     """Tell ingest which game hangs, leave the stacks in the log, and exit: the supervisor starts a new process."""
     timeout_s = process.config.games.env_step_timeout_s
     reason = f"an env step took longer than {timeout_s:g} s (--env-step-timeout-s)"
-    _log.error("game %s: %s; this process ends", step.path, reason)
+    _log.info("game %s: %s; this process ends", step.path, reason)  # the supervisor says it too
     faulthandler.dump_traceback(process.stacks, all_threads=True)
     _report(process, step, reason)
     process.health.fail(TimeoutError(f"game {step.path}: {reason}"))

@@ -30,15 +30,15 @@ class _Sent:
 class WorkClient:
     """The two sockets to ingest.
 
-    waits for      `send`: fewer than MAX_UNACKED groups without an ack, without a limit (a full ring is back-pressure)
+    waits for      `send`: fewer than MAX_UNACKED groups without an ack (a full ring is back-pressure), at most `timeout_s`
     unblocked by   acks, which come after the commit in a ring
     when full      finished groups are kept, and no new one is asked for
     at the end     waits raise Closed; groups without an ack are dealt again by the next run
     a dead ingest  asks and groups are sent again until its successor answers
     """
 
-    def __init__(self, paths: RunPaths, health: Health, worker: int) -> None:
-        self._health, self._worker = health, worker
+    def __init__(self, paths: RunPaths, health: Health, worker: int, *, timeout_s: float = 0.0) -> None:
+        self._health, self._worker, self._timeout_s = health, worker, timeout_s
         self._context = sockets.new_async_context()
         self._work = sockets.connect_dealer(self._context, paths, channels.WORK, identity=health.name)
         self._samples = sockets.connect_dealer(self._context, paths, channels.SAMPLES, identity=health.name)
@@ -75,7 +75,8 @@ class WorkClient:
         """Hand in a played group; returns once it is on its way, with fewer than MAX_UNACKED before it."""
         group_id = group.deal.group_id
         frames = [channels.pack("played", _played(group)), *(codec.encode_samples(group.samples) if group.samples else [])]
-        with self._health.waiting(f"ingest/0 to take groups, of which {MAX_UNACKED} have no ack", timeout_s=0) as wait:
+        what = f"ingest/0 to take groups, of which {MAX_UNACKED} have no ack"
+        with self._health.waiting(what, self._timeout_s, "--replay-sample-timeout-seconds") as wait:
             while len(self._sent) >= MAX_UNACKED:
                 wait.check()
                 await asyncio.sleep(_POLL_S / 10)
@@ -85,7 +86,7 @@ class WorkClient:
 
     async def fail(self, deal: Deal, reason: str) -> None:
         """A group that cannot be played: ingest gives the game a strike and deals the group again."""
-        _log.warning("group %d of %s failed: %s", deal.group_id, deal.game_path, reason)
+        _log.info("group %d of %s failed: %s", deal.group_id, deal.game_path, reason)  # ingest says it once, when it gives the game up
         message = {"op": "failed", "group_id": deal.group_id, "game_id": deal.game_id, "reason": reason}
         await self._work.send(channels.pack("failed", message))
         self._playing.discard(deal.group_id)

@@ -5,13 +5,13 @@ import logging
 from functools import partial
 from typing import Any
 
-from accerl_mp.rollout.client import InferenceClient
+from accerl_mp.rollout.client import InferenceClient, InferenceError
 from accerl_mp.rollout.collect import Deal, Group, build_group, play_group
-from accerl_mp.rollout.env import EnvError, EnvPool
+from accerl_mp.rollout.env import EnvError, EnvPool, find_env
 from accerl_mp.rollout.episode import Player
 from accerl_mp.rollout.guard import StepGuard, end_process
 from accerl_mp.rollout.loop_timer import LoopTimer
-from accerl_mp.rollout.records import group_values, write_transcripts
+from accerl_mp.rollout.records import group_values, transcript_as_markdown, write_transcripts
 from accerl_mp.rollout.tasks import cancel, first_to_end
 from accerl_mp.rollout.tokenizer import Tokenizer
 from accerl_mp.rollout.transcript import ChatFormat
@@ -23,6 +23,8 @@ from accerl_mp.transport.process import Process
 _TURN_S = 0.01
 """Between two looks for new deals and finished groups."""
 _REPORT_S = 2.0
+_LOAD_S = 1800.0
+"""A trainer may read its model for this long before it waits for inference."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,11 +43,13 @@ class Worker:
             num_replicas=config.inference.infer_size,
             timeout_s=config.inference.request_timeout_s,
         )
-        self._work = WorkClient(paths, process.health, process.index)
+        self._work = WorkClient(paths, process.health, process.index, timeout_s=config.replay.replay_sample_timeout_seconds)
         self._metrics = MetricsSender(paths, process.name)
         self._tokenizer = Tokenizer.load(paths.tokenizer)
-        self._guard = StepGuard(config.games.env_step_timeout_s, process.health.table.clock, partial(end_process, process))
-        self._envs = EnvPool(config.run.rollout_batch_size)
+        self._guard = StepGuard(
+            config.games.env_step_timeout_s, process.health.table.clock, partial(end_process, process), process.health.note_played
+        )
+        self._envs = EnvPool(config.run.rollout_batch_size, find_env(config.games.env))
         self._slots = asyncio.Semaphore(config.run.rollout_batch_size)
         self._chat = ChatFormat.probe(self._tokenizer)
         self._groups: dict[asyncio.Task[None], Deal] = {}
@@ -80,8 +84,13 @@ class Worker:
         return self._num_open < self._config.run.rollout_batch_size and self._work.num_unacked < MAX_UNACKED
 
     async def _first_weights(self) -> None:
-        """Until then a reply's deadline must not run: an engine may take long to start, and has a limit of its own for it."""
-        with self._timer.waiting("start"), self._process.health.waiting("trainer/0 to push the first weights", timeout_s=0) as wait:
+        """Until then a reply's deadline must not run: an engine may take long to start, and has a limit of its own for it.
+
+        waits for      the first push, at most half as long again as the trainer itself may take, so that the trainer speaks first
+        """
+        limit_s = 1.5 * (self._config.inference.inference_start_timeout_s + self._config.sync.sync_timeout_s) + _LOAD_S
+        waiting = self._process.health.waiting("trainer/0 to push the first weights", limit_s, "--inference-start-timeout-s")
+        with self._timer.waiting("start"), waiting as wait:
             while self._process.board.get("policy_version") < 0:
                 wait.check()
                 await asyncio.sleep(0.1)
@@ -119,8 +128,8 @@ class Worker:
             episodes = await play_group(player, deal, self._slots, on_end=free_slot)
             with self._timer.phase("build"):
                 group = build_group(deal, episodes, self._config, worker=self._process.index)
-        except (EnvError, SampleError) as error:
-            await self._work.fail(deal, str(error))
+        except (EnvError, SampleError, InferenceError) as error:
+            await self._work.fail(deal, f"{type(error).__name__}: {error}" if isinstance(error, SampleError) else str(error))
             return
         finally:
             self._num_open -= num_open
@@ -145,7 +154,11 @@ class Worker:
             self._metrics.values(values)
         with self._timer.phase("write"):
             folder = self._process.paths.run_dir / "episodes"
-            write_transcripts(folder, group, self._tokenizer, self._config.metrics.transcripts_every)
+            try:
+                for transcript in write_transcripts(folder, group, self._tokenizer, self._config.metrics.transcripts_every):
+                    self._metrics.text(f"Episodes/{group.deal.kind}", transcript_as_markdown(transcript))
+            except OSError as error:
+                _log.info("no transcript of group %d: %s", group.deal.group_id, error)  # a full disk costs files, not the run
 
     async def _report(self) -> None:
         """Where this process's time went, every few seconds."""

@@ -11,7 +11,7 @@ import time
 from accerl_mp import log
 from accerl_mp.stats.collector import Collector
 from accerl_mp.stats.status import Status
-from accerl_mp.stats.writer import MetricFiles, flags_as_markdown
+from accerl_mp.stats.writer import MetricFiles
 from accerl_mp.transport.channels import MetricsReceiver
 from accerl_mp.transport.process import Process, run_process
 
@@ -24,7 +24,7 @@ DRAIN_LIMIT_S = 3.0
 
 def main(process: Process) -> None:
     files, status = MetricFiles(process.paths.run_dir), Status(process.paths.run_dir)
-    files.write_text("run/flags", flags_as_markdown(process.config.to_flat()), step=status.step)
+    files.write_flags(process.config.to_flat(), started_s=status.started)
     table = process.health.table
     collector = Collector(
         process.config,

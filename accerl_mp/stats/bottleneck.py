@@ -20,13 +20,14 @@ class Situation:
     trainer_other: float = 0.0
     """Trainer ranks wait for an evaluation or write an export."""
     rollout_reply: float = 0.0
-    """Rollouts wait for replies of vLLM."""
-    rollout_env: float = 0.0
-    """Rollouts step games (this holds up all their episodes)."""
+    """Rollouts do nothing but wait for replies of vLLM."""
+    rollout_own: float = 0.0
+    """Rollouts work themselves: game steps above all, which hold up all episodes of their process."""
     rollout_work: float = 0.0
     """Rollouts have nothing to play: admission (lag limit, full rings) gives no group."""
     placement: str = "dedicated"
     is_synchronous: bool = False
+    has_lag_limit: bool = True
 
 
 def situation(values: Mapping[str, float], config: Config) -> Situation:
@@ -36,10 +37,11 @@ def situation(values: Mapping[str, float], config: Config) -> Situation:
         trainer_push=values.get("Time/trainer/push", 0.0),
         trainer_other=values.get("Time/trainer/evaluation", 0.0) + values.get("Time/trainer/export", 0.0),
         rollout_reply=values.get("Time/rollout/reply", 0.0),
-        rollout_env=values.get("Time/rollout/env", 0.0),
+        rollout_own=sum(values.get(f"Time/rollout/{phase}", 0.0) for phase in ("env", "encode", "build", "write")),
         rollout_work=values.get("Time/rollout/work", 0.0),
         placement=config.run.placement,
         is_synchronous=config.run.synchronous,
+        has_lag_limit=config.replay.max_policy_lag > 0,
     )
 
 
@@ -61,12 +63,22 @@ def bottleneck(now: Situation) -> str:
     waited = f"trainer waited {_percent(now.trainer_wait)}"
     if now.is_synchronous:
         return f"synchronous: {waited}, by --synchronous; leave it out to generate while training"
-    if now.rollout_env >= 0.5:
-        return f"env-bound: {waited}, rollouts spent {_percent(now.rollout_env)} in env steps; raise --num-rollout-workers"
-    if now.rollout_work >= 0.5 and now.rollout_work > now.rollout_reply:
-        return f"admission-bound: {waited}, rollouts waited {_percent(now.rollout_work)} for work; raise --max-policy-lag"
-    flags = "--rollout-batch-size" if now.placement == "colocated" else "--infer-size"
-    return f"generation-bound: {waited}; raise {flags} or --max-policy-lag"
+    return _sample_bound(now, waited)
+
+
+def _sample_bound(now: Situation, waited: str) -> str:
+    """The trainer waits for samples: because of what its rollouts do most of their time."""
+    lag_flag = " or --max-policy-lag" if now.has_lag_limit else ""
+    most = max(now.rollout_own, now.rollout_reply, now.rollout_work)
+    if most == 0:  # a short round: rollouts report every few seconds
+        return f"rollout-bound: {waited}, rollouts have not said for what; raise --num-rollout-workers or --infer-size"
+    if now.rollout_own == most:
+        return f"env-bound: {waited}, rollouts spent {_percent(most)} in game steps and prompts; raise --num-rollout-workers"
+    if now.rollout_work == most:
+        flag = "--max-policy-lag" if now.has_lag_limit else "--replay-capacity"
+        return f"admission-bound: {waited}, rollouts waited {_percent(most)} for work; raise {flag}"
+    flag = "--rollout-batch-size" if now.placement == "colocated" else "--infer-size"
+    return f"generation-bound: {waited}; raise {flag}{lag_flag}"
 
 
 def _trainer_bound(now: Situation) -> str:

@@ -9,7 +9,7 @@ from accerl_mp.config import Config
 from accerl_mp.stats.bottleneck import sentence
 from accerl_mp.stats.status import Status
 from accerl_mp.stats.tags import TAGS, X_AXES, lookup
-from accerl_mp.stats.windows import EpisodeWindow, GroupRewards, RoundSums
+from accerl_mp.stats.windows import EPISODE_HISTOGRAMS, EpisodeWindow, GroupRewards, Histograms, RoundSums
 from accerl_mp.stats.writer import MetricFiles
 
 SETTLE_S = 0.1
@@ -25,6 +25,8 @@ class Collector:
 
     Records (see `transport/channels.py`):
         values   added to the round; with a "step" of its own (an evaluation) it is written at once, at that step
+        numbers  into the round's histograms
+        text     written at once, at the step of the last round
         episode  into the window and the round
         round    from trainer/0: closes the round, `SETTLE_S` later
     """
@@ -43,6 +45,7 @@ class Collector:
         self._say, self._num_restarts = say, num_restarts
         self._window = EpisodeWindow(metrics.metrics_window_size, metrics.metrics_active_timeout_seconds)
         self._sums = RoundSums()
+        self._histograms = Histograms()
         self._groups = GroupRewards(config, self._sums)
         self._num_episodes = 0
         self._round_started_s: float | None = None
@@ -62,6 +65,10 @@ class Collector:
                 self._write_point(record)
             case "values":
                 self._add(record["values"], record["source"], now_s)
+            case "numbers":
+                self._histograms.add_all(record["numbers"])
+            case "text":
+                self._files.write_text(record["tag"], record["text"], step=self._status.step)
             case "episode":
                 self._take_episode(record["episode"], now_s)
             case "round":
@@ -90,6 +97,7 @@ class Collector:
         self._window.add(episode, now_s)
         if episode["kind"] == "train":
             self._groups.add(episode)
+            self._histograms.add_all({tag: [episode[field]] for tag, field in EPISODE_HISTOGRAMS.items()})
             self._num_episodes += 1
             self._status.count_episode()
 
@@ -110,6 +118,7 @@ class Collector:
         bound = sentence(values, self._config)
         number = record.get("round") or self._status.round + 1
         self._files.write(step=record["step"], version=record["version"], time_s=record["time"], values=values)
+        self._files.write_histograms(step=record["step"], time_s=record["time"], counted=self._histograms.take())
         self._status.close_round(
             number=number, step=record["step"], version=record["version"], round_s=round_s, values=values, sentence=bound
         )

@@ -66,6 +66,11 @@ class Status:
     def version(self) -> int:
         return self._fields["version"]
 
+    @property
+    def started(self) -> float:
+        """Of the run's first start, `time.time()`."""
+        return self._fields["started"]
+
     def close_round(self, *, number: int, step: int, version: int, round_s: float, values: Mapping[str, float], sentence: str) -> None:
         """What a round gave. A tag that was not measured in it keeps its last value."""
         fields = self._fields

@@ -17,7 +17,7 @@ from typing import Literal
 
 from accerl_mp.config import Config
 
-Reduction = Literal["mean", "ratio", "sum", "max", "last", "rate", "share"]
+Reduction = Literal["mean", "ratio", "sum", "max", "last", "rate", "share", "histogram"]
 Axis = Literal["step", "tokens", "samples"]
 
 
@@ -94,6 +94,7 @@ _ROWS: tuple[Tag, ...] = (
     Tag("Rollout/ResubmittedTurns", "turns", "sum", "rollout", "event", "turns submitted again: aborted reply or lost engine"),
     Tag("Ingest/SampleGroups", "groups", "sum", "ingest", "event", "groups whose samples went into a ring"),
     Tag("Ingest/ZeroStdGroups", "groups", "sum", "ingest", "event", "groups without signal, not stored (--keep-zero-std-groups)"),
+    Tag("Ingest/Imbalance", "groups", "max", "ingest", "always", "groups and samples that the books miss or have twice: 0"),
     Tag("Ingest/BrokenGroups", "groups", "sum", "ingest", "event", "groups damaged on the way or too large for a ring"),
     # Groups and advantages
     Tag("GRPO/GroupRewardMean", "reward", "mean", "stats", "grpo", "mean reward of a group, mean over the groups of the round"),
@@ -170,10 +171,14 @@ _ROWS: tuple[Tag, ...] = (
     Tag("Infer/PrefixCacheHitRate", "share", "ratio", "inference", "event", "prompt tokens found in the prefix cache"),
     Tag("Infer/AbortedReplies", "requests", "sum", "inference", "event", "requests cut short, to be submitted again"),
     Tag("Infer/FailedRequests", "requests", "sum", "inference", "event", "requests answered with an error"),
-    Tag("Sync/ElapsedSeconds", "s", "mean", "trainer/0", "always", "pause to resume of a push: how long generation stood still"),
+    Tag("Sync/ElapsedSeconds", "s", "mean", "trainer/0", "always", "pause to resume of a push; without a pause: the load alone"),
     Tag("Sync/PushSeconds", "s", "mean", "trainer/0", "always", "a whole push, most of which overlaps generation"),
     Tag("Sync/PushMiB", "MiB", "mean", "trainer/0", "event", "weights of a push"),
     Tag("Sync/VerifiedPushes", "pushes", "sum", "trainer/0", "event", "pushes checked by --verify-sync, and right"),
+    # The run
+    Tag(
+        "Run/TrainerRestarts", "restarts", "last", "trainer/0", "event", "times that the run was started again because a trainer rank died"
+    ),
     # The metrics themselves
     Tag("Stats/DroppedRecords", "records", "sum", "every role", "event", "records that senders dropped: stats was slow or away"),
     Tag("Stats/NonFinite", "tags", "last", "stats", "event", "tags that were NaN or infinite in the round (left out of metrics.jsonl)"),
@@ -183,9 +188,20 @@ _ROWS: tuple[Tag, ...] = (
 TAGS: dict[str, Tag] = {tag.name: tag for tag in _ROWS}
 
 
+HISTOGRAMS: dict[str, Tag] = {
+    tag.name: tag
+    for tag in (
+        Tag("Rollout/EpisodeTokens", "tokens", "histogram", "stats", "always", "tokens of an episode's transcript, episodes of the round"),
+        Tag("Rollout/EpisodeTurns", "turns", "histogram", "stats", "always", "model replies of an episode, episodes of the round"),
+        Tag("Replay/PolicyLagOldest", "pushes", "histogram", "trainer", "always", "lag of a trained sample's oldest token"),
+    )
+}
+"""Distributions of whole numbers, for TensorBoard alone."""
+
+
 def lookup(name: str) -> Tag | None:
     """The row of a tag; every `Time/<role>/<phase>` has one; None for a name that nobody declared."""
-    if tag := TAGS.get(name):
+    if tag := TAGS.get(name) or HISTOGRAMS.get(name):
         return tag
     match name.split("/"):
         case ["Time", role, phase]:
@@ -201,7 +217,7 @@ def expected(config: Config) -> set[str]:
 def markdown() -> str:
     """The table as Markdown, for the README."""
     lines = ["| tag | unit | reduction | from | when | meaning |", "|---|---|---|---|---|---|"]
-    for tag in TAGS.values():
+    for tag in (*TAGS.values(), *HISTOGRAMS.values()):
         axis = "" if tag.x_axis == "step" else f" (x axis: {tag.x_axis})"
         lines.append(f"| `{tag.name}` | {tag.unit} | {tag.reduction} | {tag.source} | {tag.when} | {tag.meaning}{axis} |")
     lines.append("| `Time/<role>/<phase>` | share | share | every role | always | share of wall time in a phase, waits included |")

@@ -4,7 +4,7 @@ Plain Python on purpose: a record costs a few dictionary operations, a round a f
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from accerl_mp.stats.tags import lookup
 EpisodeRecord = Mapping[str, Any]
 SHARES = "Time/"
 MAX_OPEN_GROUPS = 4096
+EPISODE_HISTOGRAMS = {"Rollout/EpisodeTokens": "num_tokens", "Rollout/EpisodeTurns": "num_turns"}
+"""Histogram: the field of a training episode's record."""
 
 
 @dataclass(slots=True)
@@ -81,6 +83,22 @@ class RoundSums:
             newest_s = self._newest_times.get(source, math.nan)
             wall_s += newest_s - self._timed_until[source] if source in self._timed_until else round_s
         return min(1.0, sum(sums.total for sums in by_source.values()) / wall_s) if wall_s > 0 else None
+
+
+class Histograms:
+    """How often each whole number came in a round, by histogram (`tags.HISTOGRAMS`)."""
+
+    def __init__(self) -> None:
+        self._counted: dict[str, Counter[int]] = {}
+
+    def add_all(self, numbers: Mapping[str, Sequence[int]]) -> None:
+        for tag, values in numbers.items():
+            self._counted.setdefault(tag, Counter()).update(map(int, values))
+
+    def take(self) -> dict[str, Counter[int]]:
+        """The round's counts, and start again."""
+        counted, self._counted = self._counted, {}
+        return counted
 
 
 def _reduce(reduction: str, sums: list[_Sums]) -> float | None:

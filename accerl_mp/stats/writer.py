@@ -4,7 +4,6 @@ Written by the stats process alone, without torch: TensorBoard's own protocol bu
 a round. Nothing here waits, and a full disk costs lines, never the run.
 """
 
-import io
 import json
 import logging
 import math
@@ -16,13 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
-from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-from tensorboard.compat.proto.types_pb2 import DT_STRING
-from tensorboard.summary.writer.record_writer import RecordWriter
 
-from accerl_mp.stats.tags import X_AXES, lookup
+from accerl_mp.stats.events import as_records, flag_events, histogram_event, layout_event, scalar_events, text_event
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +57,7 @@ class MetricFiles:
         # As TensorBoard names them, so that it finds them; the names sort by start time.
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.{socket.gethostname()}.{os.getpid()}.0"
         self._events = AppendFile(run_dir / name)
-        self._events.append(_records([Event(wall_time=time.time(), file_version="brain.Event:2")]))
+        self._events.append(as_records([Event(wall_time=time.time(), file_version="brain.Event:2")]))
         self._lines = AppendFile(_whole_lines(run_dir / "metrics.jsonl"))
 
     def write(self, *, step: int, version: int, time_s: float, values: Mapping[str, float]) -> None:
@@ -72,18 +66,22 @@ class MetricFiles:
         if odd := sorted(values.keys() - finite.keys()):
             _log.warning("step %d: not finite: %s", step, ", ".join(odd))
             finite["Stats/NonFinite"] = len(odd)
-        self._events.append(_records(_scalars(step, time_s, {**values, **finite})))
+        self._events.append(as_records(scalar_events(step, time_s, {**values, **finite})))
         line = {"step": step, "version": version, "time": round(time_s, 3)}
         line |= {tag: _short(value) for tag, value in sorted(finite.items())}
         self._lines.append(json.dumps(line).encode() + b"\n")
 
-    def write_text(self, tag: str, text: str, *, step: int = 0) -> None:
+    def write_flags(self, flat: Mapping[str, Any], *, started_s: float) -> None:
+        """The run's settings, and the layout of TensorBoard's overview."""
+        self._events.append(as_records([*flag_events(flat, started_s=started_s), layout_event()]))
+
+    def write_text(self, tag: str, text: str, *, step: int) -> None:
         """A Markdown text for TensorBoard's Text tab."""
-        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
-        value = Summary.Value(tag=tag, metadata=metadata, tensor=tensor)
-        self._events.append(_records([Event(wall_time=time.time(), step=step, summary=Summary(value=[value]))]))
+        self._events.append(as_records([text_event(tag, text, step=step)]))
+
+    def write_histograms(self, *, step: int, time_s: float, counted: Mapping[str, Mapping[int, int]]) -> None:
+        """`{histogram: {number: how often}}`. They are in TensorBoard only."""
+        self._events.append(as_records([histogram_event(step, time_s, counted)]))
 
     def close(self) -> None:
         self._events.close()
@@ -106,31 +104,6 @@ def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
         temporary.replace(run_dir / "status.json")
     except OSError as error:
         _log.warning("cannot write %s: %s", run_dir / "status.json", error)
-
-
-def flags_as_markdown(flat: Mapping[str, Any]) -> str:
-    """The run's settings as a Markdown table, for TensorBoard."""
-    rows = [f"| `--{name.replace('_', '-')}` | `{value}` |" for name, value in flat.items()]
-    return "\n".join(["| flag | value |", "|---|---|", *rows])
-
-
-def _scalars(step: int, time_s: float, values: Mapping[str, float]) -> list[Event]:
-    """One event for each x axis."""
-    by_step: dict[int, list[Summary.Value]] = {}
-    for tag, value in values.items():
-        row = lookup(tag)
-        axis = step if row is None or row.x_axis == "step" else values.get(X_AXES[row.x_axis])
-        if axis is not None:
-            by_step.setdefault(int(axis), []).append(Summary.Value(tag=tag, simple_value=value))
-    return [Event(wall_time=time_s, step=at, summary=Summary(value=points)) for at, points in by_step.items()]
-
-
-def _records(events: list[Event]) -> bytes:
-    buffer = io.BytesIO()
-    writer = RecordWriter(buffer)
-    for event in events:
-        writer.write(event.SerializeToString())
-    return buffer.getvalue()
 
 
 def _whole_lines(path: Path) -> Path:

@@ -1,59 +1,196 @@
-"""Play games with a Transformers model, without vLLM, and say how well it does.
+"""Play held-out games with one model or several, side by side: seeds, temperatures, a table by kind and length of game.
 
-    python -m accerl_mp.tools.evaluate --model-path DIR --game-dir DIR [--episodes-per-game 3] [--temperature 1]
+    python -m accerl_mp.tools.evaluate RUN_OR_MODEL... --eval-game-dir GAMES [--seeds 1 2 3] [--temperatures 0 1] [--json FILE]
 
-Prompts and transcripts are those of training. All episodes are played side by side, so memory grows with their number.
+Prompt, parser and limits are those of training; replies come from vLLM. Each model gets the same games and the same seeds.
 """
 
 import argparse
-import collections
+import asyncio
+import json
 import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
+from accerl_mp.config import ConfigError
+from accerl_mp.tools import scores
+from accerl_mp.tools.engine_flags import HelpWithDefaults, add_engine_flags, engine_config, engine_problems, list_played_games
+from accerl_mp.tools.game_files import read_facts
+from accerl_mp.tools.policies import Policy, find_policy, list_exports
+from accerl_mp.tools.scores import Record
+from accerl_mp.tools.terminal import Terminal, quiet
 
-from accerl_mp.games import find_games
-from accerl_mp.tools.batch_play import PlayedEpisode, PlaySettings, play_batch
-from accerl_mp.tools.chat import load_chat
+
+@dataclass(frozen=True)
+class Column:
+    """What is compared: a model at a temperature, all seeds together."""
+
+    place: int
+    """Of the model among those named: one that is named twice is played twice."""
+    policy: Policy
+    temperature: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.policy.label}, T {self.temperature:g}"
 
 
-def summarise(episodes: list[PlayedEpisode]) -> dict[str, float]:
-    """Means over episodes, and the share of valid replies."""
-    num_turns = sum(episode.num_turns for episode in episodes)
-    return {
-        "episodes": len(episodes),
-        "win_rate": sum(episode.won for episode in episodes) / len(episodes),
-        "valid": 1 - sum(episode.num_invalid for episode in episodes) / num_turns,
-        "turns": num_turns / len(episodes),
-        "tokens": sum(len(episode.transcript.ids) for episode in episodes) / len(episodes),
-    }
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m accerl_mp.tools.evaluate", description=__doc__, formatter_class=HelpWithDefaults, allow_abbrev=False
+    )
+    parser.add_argument("policies", type=Path, nargs="+", metavar="RUN_OR_MODEL", help="run folder (its newest export), export or model")
+    parser.add_argument("--all-exports", action="store_true", help="every export of a run folder, not only the newest")
+    games = parser.add_argument_group("what is played")
+    games.add_argument("--eval-game-dir", help="folder of games [that of the first run]")
+    games.add_argument("--game-pattern", default="*.z8", help="which files of it")
+    games.add_argument("--game-limit", type=int, help="the first K games, sorted by path")
+    games.add_argument("--episodes-per-game", type=int, default=1, help="of each seed and temperature")
+    games.add_argument("--seeds", type=int, nargs="+", default=[1], help="of games and sampling")
+    games.add_argument("--temperatures", type=float, nargs="+", default=[1.0], help="0: greedy")
+    games.add_argument("--max-episode-steps", type=int, help="turns until an episode is cut [20, or as the run]")
+    games.add_argument("--max-action-tokens", type=int, help="most tokens of a reply [16, or as the run]")
+    games.add_argument("--history-steps", type=int, help="earlier turns that the prompt keeps; 0: none [all, or as the run]")
+    games.add_argument("--env", help="module:Class of another task [textworld, or as the run]")
+    games.add_argument("--chat-template", help="Jinja file that replaces the models' own")
+    add_engine_flags(parser, num_seqs=32)
+    parser.add_argument("--json", type=Path, help="file of the results [runs/evaluate/<timestamp>.json]")
+    parser.set_defaults(num_samples=1, seed=1)
+    return parser
+
+
+def find_policies(args: argparse.Namespace) -> list[Policy]:
+    """ConfigError: all folders that are no models, at once."""
+    policies, problems = [], []
+    for path in args.policies:
+        try:
+            newest = find_policy(path)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        exports = list_exports(path) if args.all_exports and newest.run_dir == path else [newest.folder]
+        policies += [Policy(newest.name, folder, newest.run_dir) for folder in exports]
+    if problems:
+        raise ConfigError(problems)
+    return policies
+
+
+def problems_of(args: argparse.Namespace) -> list[str]:
+    found = engine_problems(args)
+    for name in ("episodes_per_game", "game_limit"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            found.append(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if wrong := [temperature for temperature in args.temperatures if temperature < 0]:
+        found.append(f"--temperatures must be at least 0, got {wrong[0]}")
+    return found
+
+
+def _games(args: argparse.Namespace, policies: list[Policy]) -> list[str]:
+    folders = [policy.config.metrics.eval_game_dir for policy in policies if policy.run_dir]
+    folder = args.eval_game_dir or next((folder for folder in folders if folder), None)
+    if folder is None:
+        raise ConfigError(["--eval-game-dir is missing, and no run names one: there is nothing to play"])
+    env = args.env or policies[0].config.games.env
+    return list_played_games(folder, args.game_pattern, args.game_limit, needs_json=env == "textworld", option="--eval-game-dir")
+
+
+def play_policy(place: int, policy: Policy, games: list[str], args: argparse.Namespace, terminal: Terminal) -> dict[Column, list[Record]]:
+    """All temperatures and seeds of one model, with one engine."""
+    from accerl_mp.tools.local_engine import open_engine
+    from accerl_mp.tools.playing import open_player, plan_seats, play_seats, without_logprobs
+
+    config, num_episodes = engine_config(policy, args), len(games) * args.episodes_per_game
+    with ExitStack() as stack:
+        with terminal.waiting(f"starting vLLM for {policy.label}"):
+            engine = stack.enter_context(open_engine(config))
+        advance = stack.enter_context(terminal.progress("playing", num_episodes * len(args.seeds) * len(args.temperatures)))
+
+        async def play() -> dict[Column, list[Record]]:
+            played: dict[Column, list[Record]] = {}
+            for temperature in args.temperatures:
+                for seed in args.seeds:
+                    engine.restart(seed)
+                    seats = plan_seats(games, num_episodes, seed=seed, temperature=temperature)
+                    player = open_player(config, engine, num_open=args.vllm_max_num_seqs)
+                    records = await play_seats(player, seats, num_open=args.vllm_max_num_seqs, on_end=lambda _record: advance())
+                    played.setdefault(Column(place, policy, temperature), []).extend(
+                        without_logprobs(record) | {"seed_of": str(seed)} for record in records
+                    )
+            return played
+
+        return asyncio.run(play())
+
+
+def kind_and_length(record: Record) -> str:
+    """A row of the second table."""
+    try:
+        facts = read_facts(Path(record["path"]))
+    except ValueError:
+        return "?"
+    return f"{facts.kind}, {facts.num_commands} commands"
+
+
+def show(columns: dict[Column, list[Record]], terminal: Terminal) -> None:
+    """One row a model and temperature; then win rates by kind and length of game, a column each."""
+    rows = [[column.label, *scores.cells(records)] for column, records in columns.items()]
+    terminal.table("95 % intervals in brackets", ["", *scores.HEADER], rows)
+    groups = [scores.grouped(records, kind_and_length) for records in columns.values()]
+    kinds = sorted({kind for group in groups for kind in group})
+    numbers = [f"({number})" for number in range(1, len(columns) + 1)]
+    terminal.out.print()
+    table = [[kind, *(scores.cells(group.get(kind, []))[1] for group in groups)] for kind in kinds]
+    terminal.table("win rate by kind and length; columns are the rows above", ["", *numbers], table)
+
+
+def save(columns: dict[Column, list[Record]], broken: list[Record], args: argparse.Namespace) -> Path:
+    file = args.json or Path("runs/evaluate") / f"{datetime.now():%Y%m%d_%H%M%S}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    results = [
+        {
+            "model": str(column.policy.folder),
+            "run": str(column.policy.run_dir or ""),
+            "temperature": column.temperature,
+            "all": scores.as_json(records),
+            "by_kind_and_length": {kind: scores.as_json(part) for kind, part in scores.grouped(records, kind_and_length).items()},
+            "by_seed": {seed: scores.as_json(part) for seed, part in scores.grouped(records, lambda record: record["seed_of"]).items()},
+            "episodes": [{name: value for name, value in record.items() if name not in ("turns", "system")} for record in records],
+        }
+        for column, records in columns.items()
+    ]
+    file.write_text(json.dumps({"seeds": args.seeds, "broken": broken, "results": results}, indent=1) + "\n")
+    return file
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-path", type=Path, required=True, help="local HuggingFace directory")
-    parser.add_argument("--game-dir", required=True, help="folder of .z8 games")
-    parser.add_argument("--game-pattern", default="*.z8", help="which files of it")
-    parser.add_argument("--episodes-per-game", type=int, default=1, help="times each game is played")
-    parser.add_argument("--max-turns", type=int, nargs="*", default=[8], help="turn limits: the win rate is told for each")
-    parser.add_argument("--max-action-tokens", type=int, default=16, help="most tokens of a reply")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda:0, ...")
-    parser.add_argument("--seed", type=int, default=1, help="of the sampling")
-    parser.add_argument("--by-game", action="store_true", help="also print each game's wins")
-    args = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32, local_files_only=True).to(args.device).eval()
-    tokenizer, chat = load_chat(args.model_path)
-    games = [str(game) for game in find_games(args.game_dir, args.game_pattern) for _ in range(args.episodes_per_game)]
-    settings = PlaySettings(max_turns=max(args.max_turns), max_action_tokens=args.max_action_tokens, temperature=args.temperature)
-    episodes = play_batch(model, tokenizer, chat, games, settings, torch.Generator().manual_seed(args.seed))
-    limits = {f"won_in_{limit}": sum(e.won and e.num_turns <= limit for e in episodes) / len(episodes) for limit in sorted(args.max_turns)}
-    print("  ".join(f"{name} {value:.3f}" for name, value in (summarise(episodes) | limits).items()))
-    if args.by_game:
-        wins = collections.Counter(episode.game for episode in episodes if episode.won)
-        print("\n".join(f"{game}  {wins[game]} of {args.episodes_per_game}" for game in dict.fromkeys(e.game for e in episodes)))
-    return 0
+    args = build_parser().parse_args(argv)
+    terminal = Terminal()
+    columns: dict[Column, list[Record]] = {}
+    try:
+        if problems := problems_of(args):
+            raise ConfigError(problems)
+        policies = find_policies(args)
+        games = _games(args, policies)
+        log_file = (args.json or Path("runs/evaluate/evaluate.json")).with_suffix(".log")
+        for place, policy in enumerate(policies):
+            with quiet(log_file, terminal):
+                columns |= play_policy(place, policy, games, args, terminal)
+    except ConfigError as error:
+        terminal.say(f"this cannot be evaluated:\n{error}")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    broken = [record for records in columns.values() for record in records if "error" in record]
+    played = {column: [record for record in records if "error" not in record] for column, records in columns.items()}
+    for record in broken[:5]:
+        terminal.say(record["error"])
+    if not any(played.values()):
+        terminal.say("no episode was played to its end")
+        return 1
+    show(played, terminal)
+    terminal.say(f"results: {save(played, broken, args)}")
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
-"""Make small TextWorld games: DIR/train, DIR/heldout and DIR/manifest.json, the same for the same seed.
+"""Make TextWorld games: a folder a split and DIR/manifest.json, the same for the same seed. No two games have the same content.
 
-    python -m accerl_mp.tools.make_games --out DIR --num-train 24 --num-heldout 20 --seed 1 --processes 2
+    python -m accerl_mp.tools.make_games --out DIR --num-train 24 --num-heldout 20 --seed 1
+    python -m accerl_mp.tools.make_games --out DIR --kind cooking --size medium --split train=100 --split valid=20 --split test=20
+    python -m accerl_mp.tools.make_games --check DIR        are there games of the same content in DIR/train, DIR/test, ...?
 
-A game is one to three rooms, a few things and a quest of one to three commands (take, open, put, unlock, ...).
-Both splits have the same kinds and draw names from the same house; no two games have the same world or the same
-quest, within a split or across. Nothing in a game loses at once: a player loses by running out of turns.
+The default kind, `quest`, is the demo's: one to three rooms, a few things and a quest of one to three commands (take,
+open, put, unlock, ...). All splits have the same kinds and draw names from the same house; no two games have the same
+world or the same quest. Nothing in a game loses at once: a player loses by running out of turns.
 """
 
 import argparse
-import hashlib
 import json
 import multiprocessing
 import os
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import textworld
@@ -24,6 +25,11 @@ from textworld.generator import compile_game, make_grammar, make_quest, make_wor
 from textworld.generator.chaining import QuestGenerationError
 from textworld.generator.game import Game, GameOptions
 
+from accerl_mp.tools import challenges
+from accerl_mp.tools.game_files import hash_lines, overlaps, read_facts
+from accerl_mp.tools.terminal import Terminal
+
+QUEST = "quest"
 KINDS = ("take", "open", "put", "unlock", "insert", "eat", "drop", "close", "lock")
 """Last command of the quest; those before it (going somewhere among them) are whatever leads there."""
 MAX_ROOMS, MAX_COMMANDS = 3, 3
@@ -43,6 +49,8 @@ class Recipe:
     num_rooms: int
     num_commands: int
     attempt: int = 0
+    settings: dict[str, Any] | None = None
+    """Of one of TextWorld's own kinds; None for a quest."""
 
     def seeds(self) -> dict[str, int]:
         entropy = [self.seed, self.index, self.attempt, *self.split.encode()]
@@ -66,6 +74,16 @@ class MadeGame:
     """Hash of the objective and its commands."""
     recipe: Recipe = field(repr=False)
 
+    @property
+    def keys(self) -> set[str]:
+        """What no other game may have: a quest's world or commands. Other kinds repeat commands: both together."""
+        return {self.world_key, self.quest_key} if self.recipe.settings is None else {self.world_key + self.quest_key}
+
+
+def plan_challenges(kind: str, settings: dict[str, Any], split: str, num_games: int, seed: int) -> list[Recipe]:
+    """Games of one of TextWorld's own kinds, alike but for their seeds."""
+    return [Recipe(split, index, seed, kind, 0, 0, settings=settings) for index in range(num_games)]
+
 
 def plan_split(split: str, num_games: int, seed: int) -> list[Recipe]:
     """Kinds, sizes and lengths in turn, so that every split of 20 games or more has all of them."""
@@ -84,7 +102,7 @@ def make_game(recipe: Recipe, folder: str) -> MadeGame:
     for _ in range(MAX_ATTEMPTS):
         try:
             options = _options(recipe, folder)
-            game = _generate(recipe, options)
+            game = _generate(recipe, options) if recipe.settings is None else _generate_challenge(recipe, options)
         except (QuestGenerationError, NoQuestError):
             recipe = _next_attempt(recipe)
             continue
@@ -100,6 +118,13 @@ def _next_attempt(recipe: Recipe) -> Recipe:
     return replace(recipe, attempt=attempt, num_commands=recipe.num_commands - shorter)
 
 
+def _another(recipe: Recipe, num_made: int) -> Recipe:
+    """The same game from other seeds, as it was a double. Some kinds have few different games."""
+    if recipe.attempt >= MAX_ATTEMPTS:
+        raise ValueError(f"{num_made} different games of kind {recipe.kind} were found, and no more in {MAX_ATTEMPTS} tries: ask for fewer")
+    return _next_attempt(recipe)
+
+
 class NoQuestError(RuntimeError):
     """No quest of this kind and length was found."""
 
@@ -111,19 +136,31 @@ class NoQuestError(RuntimeError):
 def _options(recipe: Recipe, folder: str) -> GameOptions:
     options = GameOptions()
     options.seeds = recipe.seeds()
+    options.path = str(Path(folder) / f"{recipe.split}-{recipe.index:04d}.z8")
+    options.force_recompile = True
+    if recipe.settings is None:
+        _quest_options(recipe, options)
+    return options
+
+
+def _quest_options(recipe: Recipe, options: GameOptions) -> None:
     options.nb_rooms = recipe.num_rooms
     options.nb_objects = 3 + recipe.num_rooms
     options.quest_length = recipe.num_commands
     options.grammar.theme = "house"
-    options.path = str(Path(folder) / f"{recipe.split}-{recipe.index:04d}.z8")
-    options.force_recompile = True
     rules = options.kb.rules.get_matching(f"{recipe.kind}.*")
     options.chaining.rules_per_depth = [rules]
     options.chaining.backward = True
     options.chaining.create_variables = True
     options.chaining.rng = options.rngs["quest"]
     options.chaining.restricted_types = {"r", "d"}
-    return options
+
+
+def _generate_challenge(recipe: Recipe, options: GameOptions) -> Game:
+    game = challenges.build_game(recipe.kind, recipe.settings or {}, recipe.split, options)
+    # TextWorld's own names hold no more than settings and seeds, which are in the manifest.
+    game.metadata["uuid"] = f"tw-{recipe.kind}-{recipe.split}-{recipe.index:04d}"
+    return game
 
 
 def _generate(recipe: Recipe, options: GameOptions) -> Game:
@@ -141,6 +178,8 @@ def _generate(recipe: Recipe, options: GameOptions) -> Game:
 
 
 def _describe(game: Game, recipe: Recipe, path: Path) -> MadeGame:
+    if recipe.settings is not None:
+        return _describe_challenge(game, recipe, path)
     names = {key: info.name or key for key, info in game.infos.items()}
     facts = [" ".join([fact.name, *(names.get(variable.name, variable.name) for variable in fact.arguments)]) for fact in game.world.facts]
     commands = list(game.quests[0].commands)
@@ -151,14 +190,25 @@ def _describe(game: Game, recipe: Recipe, path: Path) -> MadeGame:
         num_things=len(game.world.objects),
         commands=commands,
         objective=game.objective,
-        world_key=_hash(sorted(facts)),
-        quest_key=_hash(commands),
+        world_key=hash_lines(sorted(facts)),
+        quest_key=hash_lines(commands),
         recipe=recipe,
     )
 
 
-def _hash(lines: list[str]) -> str:
-    return hashlib.blake2s("\n".join(lines).encode(), digest_size=8).hexdigest()
+def _describe_challenge(game: Game, recipe: Recipe, path: Path) -> MadeGame:
+    commands = list(game.metadata.get("walkthrough") or [])
+    return MadeGame(
+        file=f"{recipe.split}/{path.name}",
+        kind=recipe.kind,
+        num_rooms=len(game.world.rooms),
+        num_things=len(game.world.objects),
+        commands=commands,
+        objective=game.objective,
+        world_key=read_facts(path).content_key,
+        quest_key=hash_lines(commands),
+        recipe=recipe,
+    )
 
 
 def make_all(recipes: list[Recipe], out: Path, num_processes: int) -> list[MadeGame]:
@@ -168,19 +218,17 @@ def make_all(recipes: list[Recipe], out: Path, num_processes: int) -> list[MadeG
     """
     made: dict[tuple[str, int], MadeGame] = {}
     seen: set[str] = set()
-    started = time.monotonic()
-    with _pool(num_processes) as pool:
+    with _pool(num_processes) as pool, Terminal().progress("making games", len(recipes)) as advance:
         todo = recipes
         while todo:
             doubles = []
             for game in pool.map(make_game, todo, [str(out / recipe.split) for recipe in todo]):
-                keys = {game.world_key, game.quest_key}
-                if keys & seen:
-                    doubles.append(_next_attempt(game.recipe))
+                if game.keys & seen:
+                    doubles.append(_another(game.recipe, len(made)))
                     continue
-                seen |= keys
+                seen |= game.keys
                 made[game.recipe.split, game.recipe.index] = game
-                _progress(len(made), len(recipes), time.monotonic() - started)
+                advance()
             todo = doubles
     return [made[recipe.split, recipe.index] for recipe in recipes]
 
@@ -192,55 +240,107 @@ def _pool(num_processes: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn"))
 
 
-def _progress(num_made: int, num_games: int, seconds: float) -> None:
-    if num_made % 10 == 0 or num_made == num_games:
-        print(f"made {num_made} of {num_games} games in {seconds:.0f} s", file=sys.stderr, flush=True)
-
-
 def make_splits(out: Path, *, num_train: int, num_heldout: int, seed: int, num_processes: int) -> list[MadeGame]:
-    """Write both splits and the manifest; returns the manifest's rows."""
+    """The demo's two splits of quests; returns the manifest's rows."""
     recipes = plan_split("train", num_train, seed) + plan_split("heldout", num_heldout, seed)
-    for split in ("train", "heldout"):
+    return write_games(out, recipes, {"seed": seed, "num_train": num_train, "num_heldout": num_heldout}, num_processes)
+
+
+def write_games(out: Path, recipes: list[Recipe], wanted: dict[str, Any], num_processes: int) -> list[MadeGame]:
+    """Make all games and then the manifest, which says what was wanted. Returns its rows."""
+    for split in dict.fromkeys(recipe.split for recipe in recipes):
         (out / split).mkdir(parents=True, exist_ok=True)
     games = make_all(recipes, out, num_processes)
-    manifest = {
-        "textworld": textworld.__version__,
-        "seed": seed,
-        "num_train": num_train,
-        "num_heldout": num_heldout,
-        "games": [asdict(game) for game in games],
-    }
+    manifest = {"textworld": textworld.__version__, **wanted, "games": [asdict(game) for game in games]}
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     return games
 
 
-def is_made(out: Path, *, num_train: int, num_heldout: int, seed: int) -> bool:
+def is_made(out: Path, **wanted: Any) -> bool:
     """True where these very games are there already."""
     manifest_file = out / "manifest.json"
     if not manifest_file.is_file():
         return False
     manifest = json.loads(manifest_file.read_text())
-    wanted = {"num_train": num_train, "num_heldout": num_heldout, "seed": seed, "textworld": textworld.__version__}
-    same = all(manifest.get(name) == value for name, value in wanted.items())
+    same = all(manifest.get(name) == value for name, value in {"textworld": textworld.__version__, **wanted}.items())
     files = [out / game["file"] for game in manifest["games"]]
     return same and all(file.is_file() and file.with_suffix(".json").is_file() for file in files)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--num-train", type=int, default=24, help="training games")
-    parser.add_argument("--num-heldout", type=int, default=20, help="held-out games")
-    parser.add_argument("--seed", type=int, default=1, help="the same seed makes the same games")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that make games")
-    args = parser.parse_args(argv)
-    counts = {"num_train": args.num_train, "num_heldout": args.num_heldout, "seed": args.seed}
-    if is_made(args.out, **counts):
-        print(f"{args.out}: these games are there already", file=sys.stderr)
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m accerl_mp.tools.make_games", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="folder to write to")
+    parser.add_argument("--kind", choices=[QUEST, *challenges.SIZES], default=QUEST, help="what the games are like [quest]")
+    parser.add_argument("--size", choices=["small", "medium", "large"], default="small", help="all kinds but quest [small]")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change one setting of the size, e.g. level=7")
+    parser.add_argument("--split", action="append", default=[], metavar="NAME=N", help="a folder of N games; replaces the two below")
+    parser.add_argument("--num-train", type=int, default=24, help="training games [24]")
+    parser.add_argument("--num-heldout", type=int, default=20, help="held-out games [20]")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed makes the same games [1]")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that make games [all cores]")
+    parser.add_argument("--check", type=Path, nargs="+", metavar="DIR", help="compare games by content: these folders, or one's subfolders")
+    parser.add_argument("--game-pattern", default="*.z8", help="--check: which files [*.z8]")
+    return parser
+
+
+def check_folders(folders: list[Path], pattern: str, terminal: Terminal) -> int:
+    """Says which games have the same content; returns the exit code."""
+    if len(folders) == 1:
+        folders = sorted(path for path in folders[0].iterdir() if path.is_dir()) or folders
+    counts, pairs = overlaps(folders, pattern)
+    for folder, count in counts.items():
+        terminal.say(f"{folder}: {count} games")
+    for one, other in pairs[:20]:
+        terminal.say(f"same content: {one} and {other}")
+    terminal.say(f"{len(pairs)} pairs of games with the same content")
+    return 1 if pairs or not sum(counts.values()) else 0
+
+
+def _splits(args: argparse.Namespace) -> dict[str, int]:
+    """ValueError: not NAME=N."""
+    splits = {"train": args.num_train, "heldout": args.num_heldout} if not args.split else {}
+    for text in args.split:
+        name, _, number = text.partition("=")
+        if not name.replace("-", "").replace("_", "").isalnum() or not number.isdecimal():
+            raise ValueError(f"--split {text}: must be NAME=N")
+        splits[name] = int(number)
+    return splits
+
+
+def _make(args: argparse.Namespace, terminal: Terminal) -> int:
+    """ValueError: flags that cannot work, or a kind that has no more different games."""
+    splits, seed = _splits(args), args.seed
+    if args.kind == QUEST:
+        if args.set or args.size != "small":
+            raise ValueError("--size and --set have no effect on --kind quest: leave them out")
+        recipes = [recipe for split, count in splits.items() for recipe in plan_split(split, count, seed)]
+        wanted = {"seed": seed, **{f"num_{split}": count for split, count in splits.items()}}
+    else:
+        settings = challenges.settings_of(args.kind, args.size, args.set)
+        recipes = [recipe for split, count in splits.items() for recipe in plan_challenges(args.kind, settings, split, count, seed)]
+        wanted = {"seed": seed, "kind": args.kind, "settings": settings, "splits": splits}
+    what = ", ".join(f"{count} {split}" for split, count in splits.items())
+    if is_made(args.out, **wanted):
+        terminal.say(f"{args.out}: these games are there already")
         return 0
-    games = make_splits(args.out, **counts, num_processes=args.processes)
-    print(f"{args.out}: {args.num_train} training and {args.num_heldout} held-out games, {len(games)} in all", file=sys.stderr)
+    write_games(args.out, recipes, wanted, args.processes)
+    terminal.say(f"{args.out}: {what} games, all different")
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    terminal = Terminal()
+    if not args.out and not args.check:
+        parser.error("--out is missing: where should the games go?")
+    try:
+        return check_folders(args.check, args.game_pattern, terminal) if args.check else _make(args, terminal)
+    except (ValueError, AssertionError, NoQuestError) as error:  # TextWorld asserts what its settings allow
+        terminal.say(f"make_games: {error}")
+        return 2
 
 
 if __name__ == "__main__":

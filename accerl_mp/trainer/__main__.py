@@ -3,6 +3,7 @@
 import sys
 
 from accerl_mp.trainer.replayed import main
+from accerl_mp.transport.process import exit_now
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_now(main(sys.argv[1:]))

@@ -4,6 +4,7 @@ packed  one row [1, T] of several samples, position ids restart at 0 in each
 padded  [B, S], padding on the right, which no token of a causal model sees: no mask
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -41,10 +42,17 @@ class MicroBatch:
     is_packed: bool
     segments: Segments | None = None
 
+    def pinned(self) -> "MicroBatch":
+        """In memory from which a copy to the GPU runs beside the GPU's work."""
+        return self._with(lambda tensor: tensor.pin_memory(), self.segments)
+
     def to(self, device: torch.device) -> "MicroBatch":
-        """On `device`; from pinned memory, so that the copy runs beside the GPU's work."""
-        moved = {f.name: _move(getattr(self, f.name), device) for f in fields(self) if f.type is Tensor}
+        """On `device`, without waiting for the copy."""
         segments = Segments.of(self.lengths, device) if self.is_packed else None
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True), segments)
+
+    def _with(self, move: Callable[[Tensor], Tensor], segments: Segments | None) -> "MicroBatch":
+        moved = {f.name: move(getattr(self, f.name)) for f in fields(self) if f.type is Tensor}
         return MicroBatch(**moved, lengths=self.lengths, is_packed=self.is_packed, segments=segments)
 
 
@@ -89,7 +97,3 @@ def _rows(parts: list[np.ndarray], packed: bool, width: int) -> Tensor:
 
 def _int64(array: np.ndarray) -> Tensor:
     return torch.from_numpy(array.astype(np.int64, copy=False))
-
-
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

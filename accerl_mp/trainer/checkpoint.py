@@ -116,18 +116,18 @@ def copy_settings(source: Path, target: Path, config: Config, dtype: torch.dtype
 def replace_folder(new: Path, target: Path) -> None:
     """Put `new` in the place of `target` in one step: a reader finds the old or the new, never neither."""
     for path in new.iterdir():
-        _flush(path)
-    _flush(new)
+        flush(path)
+    flush(new)
     if not target.exists():
         new.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
         return
     if not _exchange(new, target):
         aside = target.with_name(f".{target.name}.{os.getpid()}.old")
         target.rename(aside)
         new.rename(target)
         aside.rename(new)
-    _flush(target.parent)
+    flush(target.parent)
     shutil.rmtree(new)  # now the old one
 
 
@@ -161,7 +161,7 @@ def _exchange(first: Path, second: Path) -> bool:
     raise OSError(code, os.strerror(code), str(second))
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """To the disk: a renamed folder whose files were never written would be worse than none."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -8,26 +8,35 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from accerl_mp.models.build import compute_dtype
+from accerl_mp.recovery import Start, announce, noted_strikes
 from accerl_mp.timing import Timer
+from accerl_mp.trainer.best import BestExport
 from accerl_mp.trainer.checkpoint import export, export_folder, trainer_state
-from accerl_mp.trainer.metrics import RoundMetrics
+from accerl_mp.trainer.metrics import RoundMetrics, push_values
 from accerl_mp.trainer.probe import forced_logprobs
-from accerl_mp.trainer.ranks import Ranks, prepare_torch
+from accerl_mp.trainer.random_state import random_state, set_random_state
+from accerl_mp.trainer.ranks import Ranks, limit_memory, prepare_torch, wait_for_engine
 from accerl_mp.trainer.recording import RecordedStep, Recorder
 from accerl_mp.trainer.replay import Replay, StepSamples
+from accerl_mp.trainer.saving import Content, Saver
 from accerl_mp.trainer.sharded import Reference, build_sharded
+from accerl_mp.trainer.state import Progress, copied, load_tensors, tensors_of
 from accerl_mp.trainer.step import LocalTotals, Stepper
+from accerl_mp.trainer.witness import Witness
 from accerl_mp.transport.channels import MetricsSender
 from accerl_mp.transport.errors import Closed
 from accerl_mp.transport.process import Process
 from accerl_mp.transport.ring import RingReader, SharedRing
-from accerl_mp.weight_sync.sender import PushReport, WeightSync
+from accerl_mp.transport.saved_ring import rank_fields
+from accerl_mp.weight_sync.sender import WeightSync
 
 _REPLAY_FLAG = "--replay-sample-timeout-seconds"
 _RING_TIMEOUT_S = 300.0
+_STOP_SHOWS_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -37,15 +46,14 @@ def run_trainer(process: Process) -> None:
     config = process.config
     prepare_torch(config)
     size, on_gpu = config.run.fsdp_world_size or 1, config.run.placement != "cpu"
+    wait_for_engine(config, process.health)
     ranks = Ranks.join(rank=process.index, size=size, on_gpu=on_gpu, health=process.health)
+    limit_memory(config)
     with ExitStack() as stack:
         stack.callback(ranks.leave)
         trainer = Trainer(process, ranks, stack)
-        try:
-            trainer.run()
-        except Closed:
-            trainer.save_on_stop()
-            raise
+        stack.push(trainer.save_at_exit)
+        trainer.run()
 
 
 class Trainer:
@@ -56,7 +64,8 @@ class Trainer:
         self._dtype = compute_dtype(self._config, ranks.device)
         self._model, unsharded = build_sharded(self._config, ranks, self._dtype)
         reference = Reference.if_wanted(self._config, ranks, self._dtype)
-        self._stepper = Stepper(self._model, self._config, ranks, unsharded=unsharded, reference=reference)
+        witness = Witness(process.paths.run_dir / "episodes", every=self._config.metrics.transcripts_every)
+        self._stepper = Stepper(self._model, self._config, ranks, unsharded=unsharded, reference=reference, witness=witness)
         ring = stack.enter_context(attach_ring(process, ranks.rank))
         self._replay = Replay(ring, self._config, rank=ranks.rank)
         is_recorded = self._config.run.record_samples
@@ -71,13 +80,21 @@ class Trainer:
             world_size=ranks.size,
             dtype=self._dtype,
             forced_logprobs=lambda ids: forced_logprobs(self._model, ids, ranks.device),
+            on_use=lambda version: process.board.set("policy_version", version),
         )
         stack.callback(self._sync.close)
-        self._step = self._round = self._version = 0
+        self._start = Start.load(process.paths.resume)
+        self._saver = Saver(process.paths.resume, self._config, ranks, process.health)
+        self._best = self._best_export()
+        self._step = self._round = 0
+        self._version = self._start.first_version - 1
         self._num_evals = 0
         self._next: StepSamples | None = None
-        self._is_pushing = False
+        self._has_pushed = self._is_pushing = False
+        self._is_between_steps = self._is_evaluation_due = True
         self._last_export = -1
+        self._resume()
+        self._first_round = self._round
 
     def run(self) -> None:
         """Push, evaluate, train, and at the end push, evaluate, export."""
@@ -85,34 +102,119 @@ class Trainer:
         self._start_push()
         self._finish_push()
         self._process.health.set_state("running")
-        self._metrics.start()  # vLLM's start is no part of the first round
+        self._metrics.start_clock()  # vLLM's start is no part of the first round
         self._timer.take()
-        self._ask_evaluation()
+        if self._is_evaluation_due:
+            self._ask_evaluation()
         while not self._is_over():
             self._run_round()
+        self._save()  # before the rings are emptied: a later start with more --max-steps goes on from here
         self._finish_push()
         self._ask_evaluation()
         self._wait_for_evaluation()
+        self._judge_best()
         self._export(is_final=True)
+        self._saver.finish()
         if self._ranks.rank == 0:
             self._process.board.set("finished", 1)
         _log.info("training is over: %d optimizer steps in %d rounds", self._step, self._round)
 
-    def save_on_stop(self) -> None:
-        """The run was asked to end: export what there is, if all ranks know of it (alone, the gathering would hang)."""
-        if self._ranks.agreed_to_stop and self._process.paths.stop.exists():
+    def save_at_exit(self, kind: type[BaseException] | None, _error: BaseException | None, _trace: object) -> None:
+        """However `run` ended: a last state if the run was asked to end or has failed, and all ranks still can; on a stop the export.
+
+        A rank that is told to leave because a peer died (SIGTERM, no DIR/stop) saves nothing: it would be alone.
+        """
+        if kind is None or (kind is Closed and not self._was_asked_to_end()):
+            return
+        if not self._saver.all_are_at(self._step if self._is_between_steps else -1):
+            return
+        if self._saver.saved_step != self._step:
+            self._saver.start(self._content())
+            self._saver.finish()
+        if kind is Closed:
             self._export(is_final=True)
+
+    def _was_asked_to_end(self) -> bool:
+        """waits for      DIR/stop, at most 1 s: a signal to all processes at once reaches ranks before launch.sh writes it"""
+        until = time.monotonic() + _STOP_SHOWS_S
+        while not (is_there := self._process.paths.stop.exists()) and time.monotonic() < until:
+            time.sleep(0.02)
+        return is_there
+
+    def _resume(self) -> None:
+        """Be as the rank that saved the state was, where this start goes on from one."""
+        saved = self._start.saved
+        if saved is None:
+            return
+        progress = Progress(**saved.content["trainer"])
+        load_tensors(self._model, self._stepper.optimizer, saved.folder, self._saver.group)
+        fields = [rank_fields(saved.rank_file(rank)) for rank in range(saved.num_ranks)]
+        self._step, self._round = progress.step, progress.round
+        self._saver.saved_step = progress.step
+        self._stepper.num_bad_in_a_row = progress.num_bad_in_a_row
+        self._is_evaluation_due = progress.is_evaluating
+        is_last = self._ranks.rank == self._ranks.size - 1
+        own = fields[self._ranks.rank :] if is_last else fields[self._ranks.rank : self._ranks.rank + 1]
+        self._metrics.restore([f["round"] for f in own], all_tokens=progress.all_tokens, all_samples=progress.all_samples)
+        if saved.num_ranks == self._ranks.size:
+            set_random_state(own[0]["random"], self._ranks.device)
+            self._next = self._replay.restore(own[0]["replay"], has_started=self._step > 0)
+        if self._ranks.rank == 0:
+            self._process.board.set("optimizer_step", self._step)
+            self._process.board.set("round", self._round)
+        _log.info("goes on from %s: optimizer step %d, round %d", saved.folder, self._step, self._round)
+
+    def _save(self) -> None:
+        """Copy the state and write it in the background; not twice at the same step, not while the last one is being written."""
+        if self._ranks.maxima([self._saver.is_busy])[0]:
+            _log.warning("no state is saved at step %d: the one before is still being written", self._step)
+        elif self._saver.saved_step != self._step:
+            with self._timer.phase("save"):
+                self._saver.start(self._content())
+
+    def _content(self) -> Content:
+        """Not collective: of this rank, between two steps."""
+        is_evaluating = self._num_evals > self._process.board.get("eval_done") or (self._is_pushing and self._is_evaluation_next())
+        progress = Progress(
+            step=self._step,
+            round=self._round,
+            version=self._version,
+            num_bad_in_a_row=self._stepper.num_bad_in_a_row,
+            all_tokens=self._metrics.all_tokens,
+            all_samples=self._metrics.all_samples,
+            is_evaluating=is_evaluating,
+        )
+        fields = {
+            "random": random_state(self._ranks.device),
+            "replay": self._replay.state(self._next),
+            "round": self._metrics.state(),
+        }
+        tensors = copied(tensors_of(self._model, self._stepper.optimizer), self._saver.mesh)
+        return Content(progress, tensors, self._replay.cut(), fields, strikes=noted_strikes(self._process.paths.strikes))
+
+    def _best_export(self) -> BestExport | None:
+        metrics, paths = self._config.metrics, self._process.paths
+        if not (metrics.save_checkpoint and metrics.eval_game_dir):
+            return None
+        folder = export_folder(self._config, 0).parent
+        return BestExport(folder, paths.run_dir / "eval", rank=self._ranks.rank, is_resumed=self._start.state is not None)
+
+    def _judge_best(self) -> None:
+        """Collective."""
+        if self._best is not None:
+            self._best.judge(int(self._ranks.maxima([self._process.board.get("eval_done")])[0]))
 
     def _is_over(self) -> bool:
         rounds = self._config.run.max_sync_rounds
         return self._step >= self._config.optimizer.max_steps or (rounds is not None and self._round >= rounds)
 
     def _run_round(self) -> None:
-        steps = min(self._config.run.sync_every_optimizer_steps, self._config.optimizer.max_steps - self._step)
-        for _ in range(steps):
+        every = self._config.run.sync_every_optimizer_steps
+        for _ in range(min(every - self._step % every, self._config.optimizer.max_steps - self._step)):
             self._run_step()
         if self._round == 0:
             self._wait_for_evaluation()  # the one before training: of the weights that training starts from
+        self._finish_push()  # of the round before
         self._round += 1
         self._start_push()
         if self._config.run.synchronous:
@@ -120,16 +222,20 @@ class Trainer:
         self._close_round()
         if self._is_due(self._config.metrics.checkpoint_every_sync_rounds):
             self._export()
+        if self._is_due(self._config.metrics.resume_every_rounds) and not self._is_over():
+            self._save()
 
     def _run_step(self) -> None:
-        """One optimizer step: fetch, finish the push that is on its way, agree, train."""
+        """One optimizer step: fetch, agree, train. A push that is on its way goes on meanwhile, unless it is to be verified."""
         self._process.health.tick()
         self._has_samples()  # beside the push's sending
-        self._finish_push()
+        if self._sync.is_to_be_verified:
+            self._finish_push()
         with self._timer.phase("wait"):
             totals = self._wait_for_samples()
         taken, self._next = self._next, None
         assert taken is not None
+        self._is_between_steps = False
         self._replay.commit(taken, self._trained_version)
         if self._recorder:
             self._recorder.add(self._step, RecordedStep(taken.micro_batches, self._on_policy_version()))
@@ -138,6 +244,7 @@ class Trainer:
         self._timer.add("update", result.update_seconds)
         self._metrics.add_step(result, taken.samples, choose_seconds=taken.choose_seconds)
         self._step += 1
+        self._is_between_steps = True
         if self._ranks.rank == 0:
             self._process.board.set("optimizer_step", self._step)
 
@@ -159,9 +266,16 @@ class Trainer:
 
         waits for      `is_ready` on all ranks, from the start again after such a push
         """
-        while (numbers := self._ranks.wait_until(is_ready, gives_way=self._sync.has_new_replica, **options)) is None:
-            self._push_again()
+        while (numbers := self._ranks.wait_until(is_ready, gives_way=self._wants_all, **options)) is None:
+            if self._is_pushing:
+                self._finish_push()
+            else:
+                self._push_again()
         return numbers
+
+    def _wants_all(self) -> bool:
+        """Rank 0, not collective: all ranks have something to do for vLLM."""
+        return self._sync.has_ended() if self._is_pushing else self._sync.has_new_replica()
 
     def _has_samples(self) -> bool:
         """Not collective."""
@@ -181,13 +295,13 @@ class Trainer:
 
     def _start_push(self) -> None:
         """Gather the weights; they travel on a side thread from here on."""
-        is_first = self._round == 0
-        self._version = 0 if is_first else self._version + 1
+        self._version += 1
         if self._ranks.rank == 0:
+            announce(self._process.paths.resume, self._version)
             self._process.board.set("next_version", self._version + 1)
         with self._timer.phase("push"):
-            self._sync.start_push(self._version, trainable_only=not is_first)
-        self._is_pushing = True
+            self._sync.start_push(self._version, trainable_only=self._has_pushed)
+        self._has_pushed = self._is_pushing = True
 
     def _finish_push(self) -> None:
         """Wait until vLLM uses the weights that are on their way, if any, and tell the run so."""
@@ -195,12 +309,17 @@ class Trainer:
             return
         with self._timer.phase("push"):
             report = self._sync.finish_push()
-        self._is_pushing = False
+        is_evaluation_next, self._is_pushing = self._is_evaluation_next(), False
         if self._ranks.rank == 0:
             self._process.board.set("policy_version", self._version)
             self._sender.values(push_values(report))
-        if self._round and self._is_due(self._config.metrics.eval_every_rounds) and not self._is_over():
+        if is_evaluation_next:
             self._ask_evaluation()
+
+    def _is_evaluation_next(self) -> bool:
+        """Of the push that ends a round: `--eval-every-rounds`."""
+        is_rounds_end = self._round > self._first_round
+        return is_rounds_end and self._is_due(self._config.metrics.eval_every_rounds) and not self._is_over()
 
     def _push_again(self) -> None:
         """All weights of now under the version that is in use: a new engine holds every request until it has some.
@@ -222,6 +341,8 @@ class Trainer:
         if not self._config.metrics.eval_game_dir:
             return
         self._num_evals += 1
+        if self._best is not None and self._best.takes(self._num_evals):
+            self._export_to(self._best.candidate)
         if self._ranks.rank == 0:
             self._process.board.set("eval_asked", self._num_evals)
 
@@ -244,9 +365,14 @@ class Trainer:
 
     def _close_round(self) -> None:
         """Bring the ranks' sums together and send them."""
-        self._metrics.add_replay(self._replay.take_counts())
+        counts = self._replay.take_counts()
+        self._metrics.add_replay(counts)
+        self._sender.numbers({"Replay/PolicyLagOldest": counts.lags_oldest})
         values = self._metrics.close_round()
         self._sender.values({f"Time/trainer/{phase}": times for phase, times in self._timer.take().items()})
+        self._judge_best()
+        if self._start.num_restarts:
+            values["Run/TrainerRestarts"] = (self._start.num_restarts, 1, self._start.num_restarts)
         if self._ranks.rank == 0:
             self._process.board.set("round", self._round)
             self._sender.round({"step": self._step, "version": self._version, "round": self._round, "values": values})
@@ -256,7 +382,9 @@ class Trainer:
         if not self._config.metrics.save_checkpoint or self._last_export == self._step:
             return
         self._last_export = self._step
-        folder = export_folder(self._config, self._step, is_final=is_final)
+        self._export_to(export_folder(self._config, self._step, is_final=is_final))
+
+    def _export_to(self, folder: Path) -> None:
         state = trainer_state(self._config, optimizer_step=self._step, round_number=self._round, policy_version=self._version)
         with self._timer.phase("export"):
             export(self._model, folder, self._config, dtype=self._dtype, rank=self._ranks.rank, state=state)
@@ -270,12 +398,3 @@ def attach_ring(process: Process, rank: int) -> RingReader:
             wait.check()
             time.sleep(0.05)
     return SharedRing.attach_reader(path)
-
-
-def push_values(report: PushReport) -> dict[str, float]:
-    values = {
-        "Sync/ElapsedSeconds": report.standstill_s,
-        "Sync/PushSeconds": report.seconds,
-        "Sync/PushMiB": report.num_bytes / 2**20,
-    }
-    return values | ({"Sync/VerifiedPushes": 1.0} if report.verified else {})

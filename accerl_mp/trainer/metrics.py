@@ -6,6 +6,7 @@ Tags and their reductions stand in `stats/tags.py`. Values travel as (sum, count
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from accerl_mp.samples import RLSample, count_quarters
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import ReplayCounts
 from accerl_mp.trainer.step import SUMS, StepResult
+from accerl_mp.weight_sync.sender import PushReport
 
 Triple = tuple[float, float, float]
 
@@ -36,7 +38,7 @@ class RoundMetrics:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._config, self._ranks = config, ranks
-        self._all_tokens = self._all_samples = 0.0
+        self.all_tokens = self.all_samples = 0.0
         self.start()
 
     def add_step(self, result: StepResult, samples: list[RLSample], *, choose_seconds: float) -> None:
@@ -79,8 +81,8 @@ class RoundMetrics:
         sums = dict(zip(ADDED, self._ranks.sums([self._sums[name] for name in ADDED]), strict=True))
         largest = dict(zip(LARGEST, self._ranks.maxima([self._largest[name] for name in LARGEST]), strict=True))
         seconds = time.perf_counter() - self._started
-        self._all_tokens += sums["num_tokens"]
-        self._all_samples += sums["num_samples"]
+        self.all_tokens += sums["num_tokens"]
+        self.all_samples += sums["num_samples"]
         values = self._loss_values(sums, largest) | self._rate_values(sums, seconds) | self._replay_values(sums, largest)
         if self._config.batch.train_packing == "varlen":
             values |= self._pack_values(sums)
@@ -89,13 +91,33 @@ class RoundMetrics:
         self.start()
         return values
 
+    def state(self) -> dict[str, Any]:
+        """Of a round that is not over."""
+        names = ("_sums", "_largest", "_grad_norms", "_num_steps", "_num_bad", "_learning_rate")
+        return {name: dict(value) if isinstance(value := getattr(self, name), dict) else value for name in names}
+
+    def restore(self, states: list[dict[str, Any]], *, all_tokens: float, all_samples: float) -> None:
+        """Go on with the round of the ranks that gave `states`; what one adds to the sums over ranks may come from several of them."""
+        self.all_tokens, self.all_samples = all_tokens, all_samples
+        for state in states:
+            for name, value in state["_sums"].items():
+                self._sums[name] += value
+            for name, value in state["_largest"].items():
+                self._largest[name] = max(self._largest[name], value)
+            self._grad_norms, self._learning_rate = list(state["_grad_norms"]), state["_learning_rate"]
+            self._num_steps, self._num_bad = state["_num_steps"], state["_num_bad"]
+
     def start(self) -> None:
         """Begin a round: nothing summed, the clock at 0."""
+        self.start_clock()
         self._sums: dict[str, float] = defaultdict(float)
         self._largest: dict[str, float] = defaultdict(float)
         self._grad_norms: list[float] = []
         self._num_steps = self._num_bad = 0
         self._learning_rate = 0.0
+
+    def start_clock(self) -> None:
+        """The round's time counts from now on."""
         self._started = time.perf_counter()
 
     def _loss_values(self, sums: Mapping[str, float], largest: Mapping[str, float]) -> dict[str, Triple]:
@@ -145,8 +167,8 @@ class RoundMetrics:
             "Train/SegmentGlobalTrainingSamples": _total(samples),
             "Train/GlobalValidResponseTokensPerOptimizerStep": _mean(tokens, steps),
             "Train/GlobalTrainingSamplesPerOptimizerStep": _mean(samples, steps),
-            "Train/CumulativeGlobalValidResponseTokens": _total(self._all_tokens),
-            "Train/CumulativeGlobalTrainingSamples": _total(self._all_samples),
+            "Train/CumulativeGlobalValidResponseTokens": _total(self.all_tokens),
+            "Train/CumulativeGlobalTrainingSamples": _total(self.all_samples),
             f"{group}/TrainEpisodeReturnMeanAcrossRanks": _mean(sums["returns"], samples),
         }
 
@@ -179,6 +201,15 @@ class RoundMetrics:
             "Train/PackMaxSequenceLength": _mean(sums["pack_longest"], packs),
             "Train/PackCpuMilliseconds": _mean(1000 * sums["pack_seconds"], packs),
         }
+
+
+def push_values(report: PushReport) -> dict[str, float]:
+    values = {
+        "Sync/ElapsedSeconds": report.standstill_s,
+        "Sync/PushSeconds": report.seconds,
+        "Sync/PushMiB": report.num_bytes / 2**20,
+    }
+    return values | ({"Sync/VerifiedPushes": 1.0} if report.verified else {})
 
 
 def _mean(total: float, count: float) -> Triple:

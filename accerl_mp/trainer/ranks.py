@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accerl_mp.config import Config
-from accerl_mp.transport.errors import Closed, PeerLost
+from accerl_mp.transport.errors import Closed, DeadlineExpired, PeerLost
 from accerl_mp.transport.health import Health, Wait
 
 FIRST_SLEEP_S = 0.0005
@@ -29,13 +29,32 @@ def prepare_torch(config: Config) -> None:
     torch.use_deterministic_algorithms(config.run.deterministic)
 
 
+def wait_for_engine(config: Config, health: Health) -> None:
+    """Colocated: vLLM takes its share of the card first. Before this process has a CUDA context; without effect elsewhere.
+
+    waits for      inference/0 to be running, at most `--inference-start-timeout-s`
+    a dead peer    the supervisor starts it again meanwhile; PeerLost once it gives up
+    """
+    if config.run.placement != "colocated":
+        return
+    row, limit_s = health.table.row_of("inference/0"), config.inference.inference_start_timeout_s
+    with health.waiting("inference/0 to take its memory", limit_s, "--inference-start-timeout-s", peer="inference") as wait:
+        while health.table.read(row).state != "running":
+            wait.check()
+            time.sleep(0.05)
+
+
+def limit_memory(config: Config) -> None:
+    """Colocated: the trainer runs out of memory by itself before it takes what vLLM will need. Without effect elsewhere."""
+    if config.run.placement == "colocated":
+        torch.cuda.set_per_process_memory_fraction(1.0 - (config.inference.gpu_memory_utilization or 0.0))
+
+
 class Ranks:
     """This process as one of the trainer's ranks. Numbers travel over gloo on the CPU, so a GPU never waits for them."""
 
     def __init__(self, rank: int, size: int, device: torch.device, health: Health) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.agreed_to_stop = False
-        """All ranks raised Closed at the same place: a collective is still possible."""
         self._health = health
 
     @classmethod
@@ -83,15 +102,17 @@ class Ranks:
         waits for      each rank's own condition, polled outside of any collective; a rank that isn't ready says so every PACE_S
         unblocked by   the last rank that becomes ready; or `gives_way()` on any rank: all return None, for something collective
                        that is to be done first
-        at the end     all ranks raise Closed at this same place, whichever was asked to stop
+        at the end     all ranks raise Closed at this same place, whichever was asked to stop; at a deadline likewise DeadlineExpired
         a dead peer    PeerLost (a process of the run has failed), or gloo's error if a rank died
         """
         with self._health.waiting(what, timeout_s=timeout_s, flag=flag) as wait:
             while True:
-                is_stopping, ready = self._poll(is_ready, wait, longest_sleep_s)
-                num_stopping, num_ready, num_leaving, *totals = self.sums([is_stopping, ready, gives_way(), *share()])
+                is_stopping, ready, expired = self._poll(is_ready, wait, longest_sleep_s)
+                flags = [is_stopping, ready, gives_way(), expired is not None]
+                num_stopping, num_ready, num_leaving, num_expired, *totals = self.sums([*flags, *share()])
+                if num_expired:  # together, so that what follows can be done together: the last state
+                    raise expired or DeadlineExpired(self._health.name, "another rank, whose own wait expired", wait.waited_s, flag)
                 if num_stopping:
-                    self.agreed_to_stop = True
                     self._health.check()  # PeerLost, where that is the reason
                     raise Closed("another trainer rank was asked to stop")
                 if num_ready == self.size:
@@ -99,24 +120,28 @@ class Ranks:
                 if num_leaving:
                     return None
 
-    def _poll(self, is_ready: Callable[[], bool], wait: Wait, longest_sleep_s: float) -> tuple[bool, bool]:
-        """(asked to stop, ready), after PACE_S at the latest."""
+    def _poll(self, is_ready: Callable[[], bool], wait: Wait, longest_sleep_s: float) -> tuple[bool, bool, DeadlineExpired | None]:
+        """(asked to stop, ready, deadline), after PACE_S at the latest."""
         until = time.monotonic() + PACE_S
         sleep_s = FIRST_SLEEP_S
         while True:
             if is_ready():
-                return self._health.should_stop, True
+                return self._health.should_stop, True, None
             try:
                 wait.check()
             except (Closed, PeerLost):
-                return True, False  # raised once all ranks know, or the others would hang
+                return True, False, None  # raised once all ranks know, or the others would hang
+            except DeadlineExpired as expired:
+                return False, False, expired
             if time.monotonic() >= until:
-                return False, False
+                return False, False, None
             time.sleep(min(sleep_s, longest_sleep_s, max(0.0, until - time.monotonic())))
             sleep_s *= 1.5
 
     def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.size > 1:
-            dist.all_reduce(tensor, op)
+            # Named, not bounded here: if a rank never comes, the supervisor sees which one waits for nobody (--step-timeout-s).
+            with self._health.waiting("all trainer ranks to meet", timeout_s=0):
+                dist.all_reduce(tensor, op)
         return tensor.tolist()

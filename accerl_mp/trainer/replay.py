@@ -4,10 +4,13 @@ A step's samples are copied out of the ring before the step starts; the ring's s
 agreed that it does.
 """
 
+import json
 import logging
 import math
 import time
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +18,7 @@ from accerl_mp.algorithms.packing import choose_packs
 from accerl_mp.config import Config, largest_group, sample_bytes_bound
 from accerl_mp.samples import RLSample, SampleError
 from accerl_mp.transport.ring import ReadySample, RingReader
+from accerl_mp.transport.saved_ring import RingCut, cut_ring
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +45,7 @@ class ReplayCounts:
     fetched: int = 0
     valid: int = 0
     invalid: int = 0
+    """Refused, or of a group with a member that was refused or damaged."""
     consumed: int = 0
     torn: int = 0
     uses: int = 0
@@ -71,9 +76,11 @@ class Replay:
         chosen = self._choose(self._usable(version))
         while chosen is not None:
             micro_batches = [[(record, self._read(record)) for record in records] for records in chosen]
-            if all(sample is not None for batch in micro_batches for _, sample in batch):
+            broken = {record.group_first for batch in micro_batches for record, sample in batch if sample is None}
+            if not broken:
                 break
-            chosen = self._choose(self._usable(version))  # without those that could not be read
+            self._drop(broken)
+            chosen = self._choose(self._usable(version))
         if chosen is None:
             return None
         self._ring.num_wanted = 0
@@ -100,6 +107,37 @@ class Replay:
         """Release whatever is in the ring, untrained: training is over, and a full ring would keep rollouts from the last evaluation."""
         for record in self._ring.ready():
             self._ring.release(record, "left")
+
+    def cut(self) -> RingCut:
+        """The ring's content at this moment, for a saved state."""
+        return cut_ring(self._ring)
+
+    def state(self, taken: StepSamples | None) -> dict[str, Any]:
+        """Of the random order, and of `taken`, which was chosen and not committed: what `restore` needs beside the ring."""
+        records = self._ring.ready()
+        place = {record.sequence: index for index, record in enumerate(records)}
+        chosen = [record.sequence for record in taken.records] if taken else []
+        is_there = all(sequence in place for sequence in chosen)
+        return {
+            "random": json.dumps(self._random.bit_generator.state),
+            "group_ids": [record.group_id for record in records],
+            "chosen": [place[sequence] for sequence in chosen] if is_there else [],
+            "batch_sizes": [len(batch) for batch in taken.micro_batches] if taken and is_there else [],
+        }
+
+    def restore(self, state: dict[str, Any], *, has_started: bool) -> StepSamples | None:
+        """Go on as the Replay that gave `state` would; returns what it had chosen, if the ring begins as that one's did."""
+        self._random.bit_generator.state = json.loads(state["random"])
+        self._has_started = has_started
+        records = self._ring.ready()[: len(state["group_ids"])]
+        if not state["chosen"] or [record.group_id for record in records] != state["group_ids"]:
+            return None
+        chosen = [records[index] for index in state["chosen"]]
+        samples = [self._read(record) for record in chosen]
+        if any(sample is None for sample in samples):
+            return None
+        in_order = iter(samples)
+        return StepSamples([list(islice(in_order, size)) for size in state["batch_sizes"]], chosen)  # type: ignore[misc]
 
     def take_counts(self) -> ReplayCounts:
         counts, self._counts = self._counts, ReplayCounts()
@@ -178,6 +216,13 @@ class Replay:
             return
         group_bytes = group_size * sample_bytes_bound(self._config.batch.max_length)
         self._is_full = ring.capacity - len(live) < group_size or ring.free_bytes < group_bytes
+
+    def _drop(self, groups: set[int]) -> None:
+        """What is left of groups that lost a member: relative to the whole group, the advantages of the rest are biased."""
+        for record in self._ring.ready():
+            if record.group_first in groups:
+                self._ring.release(record, "refused")
+                self._counts.invalid += 1
 
     def _read(self, record: ReadySample) -> RLSample | None:
         """A checked copy; None if the record is gone, damaged or not for this trainer (then it is released)."""

@@ -15,6 +15,7 @@ from accerl_mp.models.fsdp import compile_layers, fits_unsharded, reshard, shard
 from accerl_mp.samples import RLSample
 from accerl_mp.trainer.batches import build_micro_batch
 from accerl_mp.trainer.forward import micro_batch_logprobs
+from accerl_mp.trainer.head import chunk_head
 from accerl_mp.trainer.ranks import Ranks
 
 _log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ def build_sharded(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[nn.
         compile_layers(model)
     shard(model, compute_dtype=dtype, device=device, unsharded=unsharded)
     load_weights(model, Path(config.model.model_path), device, trust_remote_code=config.model.trust_remote_code)
-    if config.batch.train_logprob_mode == "response_only_lm_head":
+    if not chunk_head(model, device, compiled=config.model.compile == "on") and config.batch.train_logprob_mode == "response_only_lm_head":
         check_logits_to_keep(model, device)
     count, trained = (sum(p.numel() for p in model.parameters() if p.requires_grad or not only) for only in (False, True))
     _log.info(

@@ -7,7 +7,9 @@ micro-batch's loss is already its share of the step's mean and gradients are onl
 import logging
 import math
 import time
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +18,14 @@ from torch.distributed.tensor import DTensor
 from accerl_mp.algorithms.losses import StepTotals, normalised_advantages, token_losses, token_weights, weighted_loss
 from accerl_mp.config import Config
 from accerl_mp.models.fsdp import reshard, set_last_micro_batch
-from accerl_mp.samples import RLSample
+from accerl_mp.samples import UNTRAINED, RLSample
 from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
 from accerl_mp.trainer.forward import micro_batch_forward
+from accerl_mp.trainer.prefetch import built_ahead
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.schedule import learning_rate
 from accerl_mp.trainer.sharded import Reference
+from accerl_mp.trainer.witness import Witness
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ class LocalTotals:
 
     @classmethod
     def of(cls, samples: list[RLSample]) -> "LocalTotals":
-        advantages = [sample.token_advantages.astype("float64") for sample in samples]  # 0 where untrained
+        advantages = [sample.token_advantages[sample.labels != UNTRAINED].astype("float64") for sample in samples]
         squares = sum(float((values * values).sum()) for values in advantages)
         num_tokens = sum(sample.num_trained for sample in samples)
         return cls(num_tokens, len(samples), sum(float(values.sum()) for values in advantages), squares)
@@ -92,13 +96,22 @@ class PackShape:
 class Stepper:
     """Owns the optimizer. `run` is collective: every rank calls it with as many micro-batches."""
 
-    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, *, unsharded: bool, reference: Reference | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        ranks: Ranks,
+        *,
+        unsharded: bool,
+        reference: Reference | None = None,
+        witness: Witness | None = None,
+    ) -> None:
         self._model, self._config, self._ranks = model, config, ranks
-        self._unsharded, self._reference = unsharded, reference
+        self._unsharded, self._reference, self._witness = unsharded, reference, witness
         reshard(model)  # after a forward without backward `parameters()` would give the whole ones
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(model, config, ranks.device)
-        self._bad_in_a_row = 0
+        self.num_bad_in_a_row = 0
 
     def run(self, micro_batches: list[list[RLSample]], totals: LocalTotals, *, step: int, version: int) -> StepResult:
         """Train on this rank's samples. `totals` are those of all ranks; `version` is that of the trainer's weights.
@@ -108,19 +121,25 @@ class Stepper:
         started = time.perf_counter()
         device = self._ranks.device
         sums, ratio_max = torch.zeros(len(SUMS), device=device), torch.zeros((), device=device)
-        shapes = []
+        shapes: list[PackShape] = []
+        seen: list[tuple[list[RLSample], Tensor]] = []
         references = self._reference.logprobs(micro_batches) if self._reference else [None] * len(micro_batches)
-        for index, samples in enumerate(micro_batches):
-            batch, shape = self._build(samples, version)
-            set_last_micro_batch(self._model, index == len(micro_batches) - 1, unsharded=self._unsharded)
-            batch_sums, batch_ratio = self._backward(batch, totals, references[index])
-            sums += batch_sums
-            ratio_max = torch.maximum(ratio_max, batch_ratio)
-            shapes.append(shape)
+        with closing(built_ahead(micro_batches, partial(self._build, version=version), device=device)) as packs:
+            for index, (batch, shape) in enumerate(packs):
+                set_last_micro_batch(self._model, index == len(micro_batches) - 1, unsharded=self._unsharded)
+                batch_sums, batch_ratio, logprobs = self._backward(batch.to(device), totals, references[index])
+                seen.append((micro_batches[index], logprobs))
+                sums += batch_sums
+                ratio_max = torch.maximum(ratio_max, batch_ratio)
+                shapes.append(shape)
+        if device.type == "cuda":  # the update waits for the gradients anyway; this way the time goes to whom it belongs
+            torch.cuda.current_stream().synchronize()
         computed = time.perf_counter()
         rate = self._learning_rate(step)
         grad_norm, is_bad = self._update(sums[0], rate)
         values = torch.cat([sums, ratio_max[None]]).tolist()
+        if self._witness:  # only now: the device has nothing left to do, so that its copies hold up nothing
+            self._witness.see(seen, step=step)
         return StepResult(
             sums=dict(zip(SUMS, values, strict=False)),
             ratio_max=values[-1],
@@ -134,15 +153,17 @@ class Stepper:
         )
 
     def _build(self, samples: list[RLSample], version: int) -> tuple[MicroBatch, PackShape]:
+        """On a thread, while the micro-batch before it computes."""
         started = time.perf_counter()
         packed = self._config.batch.train_packing == "varlen"
         batch = build_micro_batch(samples, packed=packed, version=version, algorithm=self._config.algorithm.rl_algorithm)
-        moved = batch.to(self._ranks.device)
+        if self._ranks.device.type == "cuda":
+            batch = batch.pinned()
         shape = PackShape(sum(batch.lengths), len(batch.lengths), max(batch.lengths), time.perf_counter() - started)
-        return moved, shape
+        return batch, shape
 
-    def _backward(self, batch: MicroBatch, totals: LocalTotals, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add the micro-batch's gradients. Returns its SUMS and the largest ratio, on the device."""
+    def _backward(self, batch: MicroBatch, totals: LocalTotals, reference: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the micro-batch's gradients. Returns its SUMS, the largest ratio and [R] logprobs, on the device."""
         config = self._config.algorithm
         forward = micro_batch_forward(self._model, batch, self._config, with_balance=config.router_aux_loss_coef > 0)
         logprobs, balance = forward.logprobs, forward.balance
@@ -179,7 +200,7 @@ class Stepper:
             parts.append(torch.zeros_like(k3) if balance is None else balance.detach().expand_as(k3))
             parts += [torch.ones_like(k3), k3 * batch.is_on_policy, batch.is_on_policy]
             sums = torch.cat([loss.detach()[None], torch.stack(parts).sum(1)])
-            return sums, ratio.max()
+            return sums, ratio.max(), logprobs.detach()
 
     @torch.no_grad()
     def _update(self, loss_share: Tensor, rate: float) -> tuple[float, bool]:
@@ -201,12 +222,12 @@ class Stepper:
         return grad_norm, is_bad
 
     def _note_bad(self, is_bad: bool, loss: float, grad_norm: float) -> None:
-        self._bad_in_a_row = self._bad_in_a_row + 1 if is_bad else 0
+        self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if is_bad else 0
         if not is_bad:
             return
         limit = self._config.optimizer.max_bad_steps
-        _log.warning("optimizer step skipped: loss %s, gradient norm %s (%d in a row)", loss, grad_norm, self._bad_in_a_row)
-        if self._bad_in_a_row >= limit > 0:
+        _log.warning("optimizer step skipped: loss %s, gradient norm %s (%d in a row)", loss, grad_norm, self.num_bad_in_a_row)
+        if self.num_bad_in_a_row >= limit > 0:
             raise BadStepsError(f"{limit} optimizer steps in a row had a non-finite loss or gradient (--max-bad-steps {limit})")
 
     def _learning_rate(self, step: int) -> float:

@@ -38,8 +38,8 @@ class Board:
     def create(cls, path: Path) -> "Board":
         """Make the file. It appears under its name only once it is complete."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_bytes(bytes(_SLOTS * 8))
-        board = cls(_map(temporary), path)
+        make_file(temporary, _SLOTS * 8)
+        board = cls(map_file(temporary), path)
         board._reset()
         temporary.rename(path)
         return board
@@ -47,7 +47,7 @@ class Board:
     @classmethod
     def attach(cls, path: Path) -> "Board":
         """Open the file of a running run; FileNotFoundError if there is none."""
-        board = cls(_map(path), path)
+        board = cls(map_file(path), path)
         if board._words[0] != _MAGIC:
             raise ValueError(f"{path} is no board of this version: {board._words[0]:#x}")
         return board
@@ -80,6 +80,12 @@ class Board:
         self._words[0] = _MAGIC
 
 
-def _map(path: Path) -> mmap.mmap:
+def make_file(path: Path, num_bytes: int) -> None:
+    """Zeros, for this user alone: others could stop the run with a word."""
+    with open(os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(bytes(num_bytes))
+
+
+def map_file(path: Path) -> mmap.mmap:
     with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), 0)

@@ -75,10 +75,21 @@ MESSAGES: dict[str, dict[str, Any]] = {
     "ack": {"op": str, "group_id": int},
     # metrics
     "values": {"kind": str, "source": str, "values": dict},
+    "numbers": {"kind": str, "source": str, "numbers": dict},
+    "text": {"kind": str, "source": str, "tag": str, "text": str},
     "episode": {"kind": str, "source": str, "episode": dict},
     "round": {"kind": str, "source": str, "step": int, "version": int, "time": _NUMBER},
 }
 """Message: its fields and their types."""
+
+EPISODE_RECORD: dict[str, Any] = {
+    **dict.fromkeys(("episode_id", "group_id", "game_id", "worker", "num_turns", "num_env_steps", "num_invalid"), int),
+    **dict.fromkeys(("num_tokens", "num_trained", "oldest_version", "newest_version"), int),
+    **dict.fromkeys(("won", "lost", "truncated"), bool),
+    **dict.fromkeys(("score", "max_score", "episode_return", "reward", "seconds"), _NUMBER),
+    **dict.fromkeys(("game", "kind"), str),
+}
+"""An episode in `played` and in a metric: its fields and their types."""
 
 OUTCOMES = ("samples", "zero_std", "rejected")
 """Of a played group: samples follow; no signal, so none follow; nothing in it could be trained."""
@@ -122,8 +133,19 @@ def pack_ask(worker: int, holding: Sequence[int]) -> bytes:
     return pack("ask", {"op": "ask", "worker": worker, "holding": list(holding)})
 
 
+def check_record(record: Any) -> None:
+    """MessageError unless it is an EPISODE_RECORD."""
+    if not isinstance(record, dict):
+        raise MessageError(f"episode: expected a map, got {type(record).__name__}")
+    _check_fields("episode", record, EPISODE_RECORD)
+
+
 def _check(name: str, message: Mapping[str, Any]) -> None:
-    for field, kind in MESSAGES[name].items():
+    _check_fields(name, message, MESSAGES[name])
+
+
+def _check_fields(name: str, message: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    for field, kind in kinds.items():
         if not isinstance(value := message.get(field, _MISSING), kind):
             expected = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
             raise MessageError(f"{name}.{field}: expected {expected}, got {type(value).__name__}")
@@ -151,6 +173,15 @@ class MetricsSender:
             triples["Stats/DroppedRecords"] = _triple(self.num_dropped)
         if self._send("values", {"values": triples, "time": time.time(), **extra}):
             self.num_dropped = 0
+
+    def numbers(self, numbers: Mapping[str, Sequence[int]]) -> None:
+        """`{histogram: its new numbers}`; one that is empty says nothing."""
+        if filled := {tag: [int(value) for value in values] for tag, values in numbers.items() if values}:
+            self._send("numbers", {"numbers": filled})
+
+    def text(self, tag: str, text: str) -> None:
+        """Markdown for people to read."""
+        self._send("text", {"tag": tag, "text": text})
 
     def episode(self, episode: Mapping[str, Any]) -> None:
         self._send("episode", {"episode": episode})
@@ -207,9 +238,17 @@ class MetricsReceiver:
 
 def _metric(data: bytes) -> dict[str, Any]:
     kind = unpack_any(data).get("kind")
-    if kind not in ("values", "episode", "round"):
+    if kind not in ("values", "numbers", "text", "episode", "round"):
         raise MessageError(f"metric of kind {kind!r}")
-    return unpack(kind, data)
+    record = unpack(kind, data)
+    if kind == "episode":
+        check_record(record["episode"])
+    if not isinstance(values := record.get("values", {}), dict):
+        raise MessageError("metric: values are no map")
+    for tag, value in values.items():
+        if not (isinstance(tag, str) and isinstance(value, list) and len(value) == 3 and all(isinstance(part, _NUMBER) for part in value)):
+            raise MessageError(f"metric {tag!r}: expected sum, count and max")
+    return record
 
 
 def _triple(value: Value) -> tuple[float, float, float]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from accerl_mp.transport.board import Board
+from accerl_mp.transport.board import Board, make_file, map_file
 from accerl_mp.transport.errors import Closed, DeadlineExpired, PeerLost
 
 STATES = ("none", "starting", "running", "stopping", "ended", "failed")
@@ -35,6 +35,7 @@ _WORDS = (
     *("pid", "state", "beat", "tick", "num_ticks", "changed"),
     *("exit_code", "num_restarts"),
     *("wait_sequence", "wait_since", "wait_timeout"),
+    *("plays", "died_playing"),  # group id + 1 whose env step is being made; of the last end, if the game ended it (supervisor)
 )
 _FLOATS = {"beat", "tick", "changed", "wait_since", "wait_timeout", "held_since", "held_total"}
 _TEXTS = {"name": (128, 32), "what": (160, 256), "flag": (416, 64), "error": (480, 544)}  # offset and bytes in a row
@@ -82,8 +83,8 @@ class HealthTable:
     def create(cls, path: Path, names: list[str]) -> "HealthTable":
         """Make the file with a row per name. It appears under its name only once it is complete."""
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.write_bytes(bytes(_ROW_BYTES * (1 + len(names))))
-        table = cls(_map(temporary), path)
+        make_file(temporary, _ROW_BYTES * (1 + len(names)))
+        table = cls(map_file(temporary), path)
         table._fill(names)
         temporary.rename(path)
         return table
@@ -91,7 +92,7 @@ class HealthTable:
     @classmethod
     def attach(cls, path: Path) -> "HealthTable":
         """Open the table of a running run; FileNotFoundError if there is none."""
-        table = cls(_map(path), path)
+        table = cls(map_file(path), path)
         if table._header("magic") != _MAGIC:
             raise ValueError(f"{path} is no health table of this version")
         return table
@@ -287,6 +288,10 @@ class Health:
         """The process is alive (heartbeat thread)."""
         self.table.set_word(self._row, "beat", time.monotonic())
 
+    def note_played(self, group_id: int) -> None:
+        """An env step of this group begins; -1: it is over. A process that ends itself in between dies of the game."""
+        self.table.set_word(self._row, "plays", group_id + 1)
+
     def enter(self) -> None:
         """Take the row over: pid, state `starting`, no error and no wait of a predecessor."""
         self.table.set_text(self._row, "error", "")
@@ -363,6 +368,7 @@ class Wait:
 
     def check(self) -> None:
         """Raises Closed if the run ends, PeerLost if it has failed, DeadlineExpired at the deadline; warns at 30 s and doubling."""
+        self._health.tick()  # who looks round while it waits is moving
         self._health.check()
         waited = self.waited_s
         if waited >= self._warn_at_s:
@@ -392,8 +398,3 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def _map(path: Path) -> mmap.mmap:
-    with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), 0)

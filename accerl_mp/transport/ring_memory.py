@@ -31,7 +31,8 @@ FREE, WRITING, READY, EVICTED = range(4)
 """States of a slot. EVICTED is FREE that remembers: a writer killed in the middle of an eviction is finished by the next."""
 
 MAGIC, VERSION, CAPACITY, NUM_PAGES, CREATED = range(5)
-COMMITTED, NEXT_NUMBER, WRITER_COUNTERS = 0, 1, 8
+COMMITTED, NEXT_NUMBER, EARLIER, WRITER_COUNTERS, INTENT = 0, 1, 2, 8, 40
+"""EARLIER: 1 + groups that ended in an earlier start of the run. INTENT: a sequence, then (counter, its two values to be) twice."""
 WANTED, USES, READER_COUNTERS = 0, 1, 8
 STATE, SEQUENCE, GROUP_FIRST, GROUP_SIZE, GROUP_ID, FIRST_PAGE, SIZE_BYTES, CRC = range(8)
 TOKENS, TRAINED, OLDEST, NEWEST, EPISODE_ID, GAME_ID, SLOT_END = range(8, 15)

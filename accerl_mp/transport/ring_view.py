@@ -7,8 +7,10 @@ import numpy as np
 from accerl_mp.transport import ring_memory as at
 from accerl_mp.transport.ring_memory import RingMemory
 
-WRITER_REASONS = ("committed", "evicted", "double", "blocked")
-"""What a writer counts: put; evicted to make room; groups refused as doubles; puts that found no room (groups)."""
+ENDS = ("put", "zero_std", "rejected", "too_large", "set_aside")
+"""How a training group ends for the writer: in a ring, or without samples. Each group ends once (groups, their samples)."""
+WRITER_REASONS = ("committed", "evicted", "double", "blocked", *ENDS)
+"""What a writer counts: samples put; evicted to make room; groups refused as doubles; puts that found no room; and ENDS."""
 READER_REASONS = ("trained", "expired", "refused", "torn", "lost", "left")
 """What a reader counts: released after training, as too old, or by its own checks; failed the CRC; evicted between listing and reading;
 not needed any more when training ended."""

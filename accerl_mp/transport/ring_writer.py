@@ -47,14 +47,29 @@ class RingWriter(RingView):
         first = self._next_sequence
         for index, (slot, *record, sample) in enumerate(zip(self._free_slots(len(samples)), heads, bodies, samples, strict=True)):
             self._write(slot, *record, sample, sequence=first + index, group=[first, len(samples)])
-        self._commit(samples[0].group_id, first + len(samples) - 1)
-        self._count("committed", len(samples), sum(len(sample) for sample in samples))
+        counts = {"committed": (len(samples), sum(len(sample) for sample in samples)), "put": (1, len(samples))}
+        self._commit(samples[0].group_id, first + len(samples) - 1, counts)
         return True
 
-    def remember_group(self, group_id: int) -> None:
-        """Note a group that leaves no samples (without signal, failed), so that it is not taken again either."""
+    def restore_group(self, samples: Sequence[RLSample], *, uses: Sequence[int], versions: Sequence[tuple[int, int]], size: int) -> bool:
+        """Put what a saved state holds of a group: use counts, (oldest, newest) version that lag is counted by, samples that it had.
+
+        Only while nobody reads the ring: the use counts are the reader's words. False: no room, nothing changed.
+        """
+        if not self.try_put_group(samples):
+            return False
+        rows = self.memory.slots
+        for offset, sequence in enumerate(range(self._next_sequence - len(samples), self._next_sequence)):
+            slot = int(np.flatnonzero(rows[:, at.SEQUENCE] == sequence)[0])
+            rows[slot, at.GROUP_SIZE] = size
+            rows[slot, [at.OLDEST, at.NEWEST]] = versions[offset]
+            self.memory.marks[slot, at.USED] = sequence << at.USE_BITS | min(uses[offset], at.MAX_USES)
+        return True
+
+    def remember_group(self, group_id: int, end: str = "") -> None:
+        """Note a group that leaves no samples, so that it is not taken again either. `end`: one of ENDS; empty: not counted."""
         if not self.has_group(group_id):
-            self._commit(group_id, self._next_sequence)
+            self._commit(group_id, self._next_sequence, {end: (1, 0)} if end else {})
 
     def has_group(self, group_id: int) -> bool:
         return group_id in self._known
@@ -143,20 +158,40 @@ class RingWriter(RingView):
         if cut < len(joined):
             self.memory.arena[pages[-1], : len(joined) - cut] = joined[cut:]
 
-    def _commit(self, group_id: int, last_sequence: int) -> None:
-        """The group becomes visible, and its id a known one, with one store."""
+    def _commit(self, group_id: int, last_sequence: int, counts: dict[str, tuple[int, int]]) -> None:
+        """The group becomes visible, its id a known one, and it is counted (or its successor's `_recover` does that), with one store."""
         entry = self.memory.recent[self._recent_at]
         if entry[1]:
             self._known.discard(int(entry[0]))
         entry[1] = last_sequence  # not committed yet, so neither is the id that comes next
         entry[0] = group_id
+        self._intend(last_sequence, counts)
         self.memory.writer[at.COMMITTED] = last_sequence
+        self._carry_out()
         self._known.add(group_id)
         self._recent_at = (self._recent_at + 1) % at.NUM_RECENT
         self._next_sequence = last_sequence + 1
 
+    def _intend(self, sequence: int, counts: dict[str, tuple[int, int]]) -> None:
+        """Write down what the counters will be once `sequence` is committed: a writer killed in between has counted all the same."""
+        words = self.memory.writer
+        words[at.INTENT] = 0
+        words[at.INTENT + 1 : at.INTENT + 7] = 0
+        for place, (reason, (number, num_tokens)) in enumerate(counts.items()):
+            index, start = _counter(reason), at.INTENT + 1 + 3 * place
+            words[start : start + 3] = index, words[index] + number, words[index + 1] + num_tokens
+        words[at.INTENT] = sequence
+
+    def _carry_out(self) -> None:
+        words = self.memory.writer
+        if not 0 < words[at.INTENT] <= words[at.COMMITTED]:
+            return
+        for start in (at.INTENT + 1, at.INTENT + 4):
+            if index := int(words[start]):
+                words[index : index + 2] = words[start + 1 : start + 3]
+
     def _count(self, reason: str, number: int, num_tokens: int) -> None:
-        index = at.WRITER_COUNTERS + 2 * WRITER_REASONS.index(reason)
+        index = _counter(reason)
         self.memory.writer[index] += number
         self.memory.writer[index + 1] += num_tokens
 
@@ -164,6 +199,7 @@ class RingWriter(RingView):
         """Start from what the file says, after a writer that ended anywhere."""
         memory, slots = self.memory, self.memory.slots
         committed = int(memory.writer[at.COMMITTED])
+        self._carry_out()
         half_written = (slots[:, at.STATE] == at.WRITING) | (slots[:, at.SEQUENCE] > committed)
         slots[half_written, at.STATE] = at.FREE
         evicted = slots[slots[:, at.STATE] == at.EVICTED, at.GROUP_FIRST]
@@ -177,3 +213,7 @@ class RingWriter(RingView):
             self._pages[slot] = memory.pages_of(slots[slot])
         taken = {page for pages in self._pages.values() for page in pages}
         self._free_pages = [page for page in reversed(range(memory.num_pages)) if page not in taken]
+
+
+def _counter(reason: str) -> int:
+    return at.WRITER_COUNTERS + 2 * WRITER_REASONS.index(reason)

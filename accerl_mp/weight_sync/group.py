@@ -6,14 +6,19 @@ closes), the group's timeout, and with NCCL `abort()`.
 """
 
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgpack
 import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
+_GIVEN_UP = "the weight group was given up"
+_STORE_LOOK = timedelta(seconds=0.5)
+"""Longest wait inside the store between two looks at `abort()`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +26,7 @@ class GroupAddress:
     """What a peer needs to join. Travels over the control channel as a dict."""
 
     backend: str
-    """"gloo" or "nccl"."""
+    """"gloo", "nccl" or "ipc": see `backend_of`."""
     port: int
     world_size: int
     timeout_s: float
@@ -62,7 +67,7 @@ class _BroadcastGroup:
 
     def _check(self) -> None:
         if self._is_aborted:
-            raise RuntimeError("the weight group was given up")
+            raise RuntimeError(_GIVEN_UP)
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
         raise NotImplementedError
@@ -83,15 +88,20 @@ class GlooGroup(_BroadcastGroup):
 
 
 class NcclGroup(_BroadcastGroup):
-    """GPUs: one rank a device, on a stream of its own so that neither training nor generation waits for it."""
+    """GPUs: one rank a device, on a stream of its own so that neither training nor generation waits for it.
+
+    `NCCL_CUMEM_ENABLE` must be the same in all of the group's processes (launcher/environment.py).
+    """
 
     def __init__(self, store: dist.Store, rank: int, address: GroupAddress, device: torch.device) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=address.timeout_s)
         self._device = device
+        torch.cuda.set_device(device)  # of this thread
         self._stream = torch.cuda.Stream(device)
-        with torch.cuda.device(device):
-            super().__init__(dist.ProcessGroupNCCL(store, rank, address.world_size, options), store)
+        super().__init__(dist.ProcessGroupNCCL(store, rank, address.world_size, options), store)
+        # NCCL connects with the first operation. Now, so that a push is only bytes and a peer that is missing shows here.
+        self._broadcast(torch.zeros(16, dtype=torch.uint8, device=device))
 
     def abort(self) -> None:
         was_aborted = self._is_aborted
@@ -100,9 +110,105 @@ class NcclGroup(_BroadcastGroup):
             self._group.abort()
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(self._stream):
             self._group.broadcast(buffer, 0).wait()
             self._stream.synchronize()
+        self._check()  # an operation that abort() has ended looks like one that is done
+
+
+class IpcGroup:
+    """One GPU for all: NCCL refuses two ranks on a device, so the receivers copy out of rank 0's memory, which they have mapped.
+
+    The store carries what is needed: the handle of each send buffer once, then one word a message, there and back. What a
+    receive has copied is complete before it says so: both sides synchronise, no event crosses.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, address: GroupAddress, device: torch.device) -> None:
+        self._store, self._rank, self._world_size = store, rank, address.world_size
+        self._timeout_s = address.timeout_s
+        self._device = device
+        self._buffers: list[torch.Tensor] = []
+        """Rank 0: its own, shared. Others: rank 0's, mapped."""
+        self._number = 0
+        self._is_aborted = False
+        for peer in range(self._world_size):
+            self._tell("joined", peer) if peer == rank else self._hear("joined", peer, is_last=False)
+
+    def send(self, buffer: torch.Tensor) -> None:
+        """`buffer` begins where its storage does, as `outbox.make_buffers` gives them: the same few each time."""
+        index = self._share(buffer)
+        self._store.set(f"{self._number}/sent", msgpack.packb([index, len(buffer)]))
+        for peer in range(1, self._world_size):
+            self._hear("taken", peer)
+        self._store.delete_key(f"{self._number}/sent")
+        self._number += 1
+
+    def receive(self, buffer: torch.Tensor) -> None:
+        index, size = msgpack.unpackb(self._wait(f"{self._number}/sent"))
+        if size != len(buffer):
+            raise RuntimeError(f"a message of {size} bytes came where {len(buffer)} were expected")
+        while len(self._buffers) <= index:
+            self._buffers.append(self._open(msgpack.unpackb(self._wait(f"buffer/{len(self._buffers)}/{self._rank}"))))
+        self._copy(buffer, self._buffers[index][:size])
+        self._tell("taken", self._rank)
+        self._number += 1
+
+    def abort(self) -> None:
+        self._is_aborted = True
+        if self._rank:
+            self._buffers = []
+
+    def _share(self, buffer: torch.Tensor) -> int:
+        starts = [shared.data_ptr() for shared in self._buffers]
+        if buffer.data_ptr() in starts:
+            return starts.index(buffer.data_ptr())
+        for peer in range(1, self._world_size):  # a handle each: torch counts who has let go
+            self._store.set(f"buffer/{len(self._buffers)}/{peer}", msgpack.packb(self._handle(buffer)))
+        self._buffers.append(buffer)
+        return len(self._buffers) - 1
+
+    def _handle(self, buffer: torch.Tensor) -> list[Any]:
+        return list(buffer.untyped_storage()._share_cuda_())  # numbers and bytes
+
+    def _open(self, handle: list[Any]) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *handle[1:])
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            target.copy_(source)
+        stream.synchronize()
+
+    def _tell(self, what: str, rank: int) -> None:
+        self._store.set(f"{self._number}/{what}/{rank}", b"1")
+
+    def _hear(self, what: str, rank: int, *, is_last: bool = True) -> None:
+        key = f"{self._number}/{what}/{rank}"
+        self._wait(key)
+        if is_last:
+            self._store.delete_key(key)
+
+    def _wait(self, key: str) -> bytes:
+        """The key's value once it is there, at most `timeout_s`; RuntimeError then, after abort(), or when rank 0 is gone."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            if self._is_aborted:
+                raise RuntimeError(_GIVEN_UP)
+            try:
+                self._store.wait([key], _STORE_LOOK)
+                return self._store.get(key)
+            except dist.DistStoreError:
+                if time.monotonic() > deadline:
+                    raise
+
+
+def backend_of(device: torch.device, placement: str) -> str:
+    """How weights travel from trainer to vLLM."""
+    if device.type == "cpu":
+        return "gloo"
+    return "ipc" if placement == "colocated" else "nccl"
 
 
 def open_store(world_size: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
@@ -127,6 +233,6 @@ def join_group(address: GroupAddress, rank: int, device: torch.device, store: di
         timeout = timedelta(seconds=address.timeout_s)
         store = dist.TCPStore(LOOPBACK, address.port, address.world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     prefixed = dist.PrefixStore("weights", store)
-    if address.backend == "nccl":
-        return NcclGroup(prefixed, rank, address, device)
-    return GlooGroup(prefixed, rank, address)
+    if address.backend == "gloo":
+        return GlooGroup(prefixed, rank, address)
+    return NcclGroup(prefixed, rank, address, device) if address.backend == "nccl" else IpcGroup(prefixed, rank, address, device)

@@ -1,6 +1,7 @@
-"""How the tensors of a push lie in one run of bytes, and how a tensor's bytes are summed up for comparison.
+"""How the tensors of a model lie in one stretch of bytes, and how a tensor's bytes are summed up for comparison.
 
-Both ends compute the same layout from the manifest alone, so that a push is nothing but bytes, cut into messages.
+Both ends compute the same layout from the manifest alone, so that a push is nothing but bytes, cut into messages. A push of a
+part of the model fills its part of the same layout: a tensor's place in staging never changes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,7 +10,10 @@ from dataclasses import dataclass
 import torch
 
 Manifest = list[tuple[str, tuple[int, ...], str]]
-"""(checkpoint name, shape, dtype such as "float32") of every tensor of a push, in sending order."""
+"""(checkpoint name, shape, dtype such as "float32") of every tensor of the model, in sending order."""
+
+Runs = list[tuple[int, int]]
+"""(index of the first slot, number of slots) of each stretch of neighbours that a push sends, in order."""
 
 _ALIGNMENT = 16
 """Each tensor starts at a multiple of this, so that a view of the staging bytes is aligned for every dtype."""
@@ -53,10 +57,29 @@ def align(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def iter_messages(total_bytes: int, bucket_bytes: int) -> Iterator[slice]:
-    """The byte ranges that travel as one message each."""
-    for start in range(0, total_bytes, bucket_bytes):
-        yield slice(start, min(start + bucket_bytes, total_bytes))
+def find_runs(indices: Iterable[int]) -> Runs:
+    """Ascending slot indices as stretches of neighbours: `[0, 1, 4]` -> `[(0, 2), (4, 1)]`."""
+    runs: Runs = []
+    for index in indices:
+        if runs and sum(runs[-1]) == index:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+def slots_of(slots: list[Slot], runs: Runs) -> list[Slot]:
+    """Those that `runs` names, in order."""
+    return [slot for first, count in runs for slot in slots[first : first + count]]
+
+
+def iter_messages(slots: list[Slot], runs: Runs, bucket_bytes: int) -> Iterator[slice]:
+    """The byte ranges of the layout that travel as one message each."""
+    for first, count in runs:
+        last = slots[first + count - 1]
+        end = last.offset + align(last.size_bytes)
+        for start in range(slots[first].offset, end, bucket_bytes):
+            yield slice(start, min(start + bucket_bytes, end))
 
 
 def checksum(tensor: torch.Tensor) -> str:

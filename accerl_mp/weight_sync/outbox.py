@@ -2,10 +2,12 @@
 
 import queue
 import threading
+import time
+from collections.abc import Iterable
 
 import torch
 
-from accerl_mp.transport.errors import DeadlineExpired
+from accerl_mp.transport.errors import Closed, DeadlineExpired, PeerLost
 from accerl_mp.transport.health import Health
 from accerl_mp.weight_sync.group import WeightGroup
 from accerl_mp.weight_sync.layout import align
@@ -15,23 +17,31 @@ _NUM_BUFFERS = 2
 """One is filled while the other travels."""
 
 
+def make_buffers(bucket_bytes: int, device: torch.device) -> list[torch.Tensor]:
+    """What an Outbox sends from. They outlive it: allocated once, and mapped once into a process on the same GPU."""
+    return [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(_NUM_BUFFERS)]
+
+
 class Outbox:
     """One push. `put` every tensor in order, then `finish`; `is_done` or `error` follows from the thread."""
 
     def __init__(
-        self, group: WeightGroup, total_bytes: int, *, bucket_bytes: int, device: torch.device, health: Health, timeout_s: float
+        self, group: WeightGroup, messages: Iterable[slice], buffers: list[torch.Tensor], *, health: Health, timeout_s: float
     ) -> None:
         self._group, self._health, self._timeout_s = group, health, timeout_s
-        self._total_bytes, self._bucket_bytes = total_bytes, bucket_bytes
-        self._position = 0
+        self._sizes = iter([message.stop - message.start for message in messages])
+        self._size = next(self._sizes, 0)
+        self._at = 0
+        """Bytes of the message in hand that are filled, out of `_size`."""
         self._buffer: torch.Tensor | None = None
-        size = min(bucket_bytes, total_bytes)
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for _ in range(min(_NUM_BUFFERS, -(-total_bytes // bucket_bytes))):
-            self._free.put(torch.empty(size, dtype=torch.uint8, device=device))
+        for buffer in buffers:
+            self._free.put(buffer)
         self._full: queue.SimpleQueue[tuple[torch.Tensor, int, torch.cuda.Event | None] | None] = queue.SimpleQueue()
         self.error: Exception | None = None
         self.is_done = False
+        self.busy_s = 0.0
+        """Seconds that the thread spent sending."""
         self._thread = threading.Thread(target=self._send_all, name="weights-send", daemon=True)
         self._thread.start()
 
@@ -41,18 +51,16 @@ class Outbox:
         waits for      a free buffer, at most `--sync-timeout-s`
         after a failure returns at once: the ranks must still gather to the end, in lock-step
         """
+        padding = align(len(data)) - len(data)
         while len(data) and (buffer := self._current_buffer()) is not None:
-            at = self._position % self._bucket_bytes
-            part = data[: len(buffer) - at]
-            buffer[at : at + len(part)].copy_(part)
+            part = data[: self._size - self._at]
+            buffer[self._at : self._at + len(part)].copy_(part)
             data = data[len(part) :]
-            self._advance(self._position + len(part))
-        self._advance(align(self._position))
+            # Messages and tensors both end at multiples of the alignment, so padding never crosses a message.
+            self._advance(len(part) if len(data) else len(part) + padding)
 
     def finish(self) -> None:
-        """All tensors are in: send what is left."""
-        if self._buffer is not None:
-            self._ship(self._total_bytes % self._bucket_bytes or self._bucket_bytes)
+        """All tensors are in."""
         self._full.put(None)
 
     def give_up(self) -> None:
@@ -61,19 +69,17 @@ class Outbox:
         self._full.put(None)
         threading.Thread(target=self._group.abort, name="weights-abort", daemon=True).start()
 
-    def _advance(self, position: int) -> None:
-        # Messages and tensors both end at multiples of the alignment, so padding never crosses a message.
-        self._position = position
-        if self._buffer is not None and position % self._bucket_bytes == 0:
-            self._ship(self._bucket_bytes)
-
-    def _ship(self, num_bytes: int) -> None:
+    def _advance(self, num_bytes: int) -> None:
+        self._at += num_bytes
+        if self._at < self._size:
+            return
         buffer, self._buffer = self._buffer, None
         copied = None
         if buffer.is_cuda:
             copied = torch.cuda.Event()
             copied.record()
-        self._full.put((buffer, num_bytes, copied))
+        self._full.put((buffer, self._size, copied))
+        self._size, self._at = next(self._sizes, 0), 0
 
     def _current_buffer(self) -> torch.Tensor | None:
         """The buffer that is being filled; None once sending has failed."""
@@ -89,8 +95,8 @@ class Outbox:
                         return self._free.get(timeout=0.02)
                     except queue.Empty:
                         wait.check()
-        except DeadlineExpired as expired:
-            self.error = expired
+        except (DeadlineExpired, Closed, PeerLost) as end:  # raised by whoever finishes the push, once all ranks have gathered
+            self.error = end
         return None
 
     def _send_all(self) -> None:
@@ -99,7 +105,9 @@ class Outbox:
                 buffer, num_bytes, copied = message
                 if copied is not None:
                     copied.synchronize()
+                start = time.monotonic()
                 self._group.send(buffer[:num_bytes])
+                self.busy_s += time.monotonic() - start
                 self._free.put(buffer)
         except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
             self.error = self.error or GroupBroken(f"sending weights failed: {error}")

@@ -8,15 +8,17 @@ One call at a time per inference process; every call has a deadline (`--sync-tim
 |---|---|---|---|
 | status | - | - | version, num_workers, pid, session: another one after a restart |
 | connect | address, first_rank | workers start to join the weight group | - |
-| begin | version, manifest, bucket_bytes | workers start to receive; generation goes on | - |
+| layout | manifest, bucket_bytes | makes staging memory for all of the model, once | - |
+| begin | version, runs, with_sums | workers start to receive; generation goes on (without staging: it stands from here) | - |
 | poll | - | - | state, version, error: of the worker that is least far |
-| checksums | - | sums up staging, before anything is loaded | checksums: one dict for each worker |
-| swap | version | holds new requests, pauses, loads, cuts the versions, resumes | standstill_s, load_s, num_running |
+| checksums | - | sums up what arrived, before it is in use | checksums: one dict for each worker |
+| swap | version | holds new requests, loads between two steps, cuts the versions | path, seconds of its parts, num_running |
 | probe | ids | - | logprobs of these ids as a prompt |
 | open | - | lets requests in: after the first verified push | - |
 | abort | - | workers leave the group | - |
 
-One push: begin -> (bytes travel) poll until received -> [checksums] -> swap -> [probe] -> [open].
+One push: begin -> (bytes travel) poll until received -> [checksums] -> swap -> [probe] -> [open]. Before the first of a group:
+connect, poll until ready, layout. `runs` names what travels: stretches of the layout's slots.
 
 A push that breaks begins again with connect, under the same version and with all weights. Some processes may have swapped to that
 version already: they load the same weights once more. One that failed in between holds its requests until then.

@@ -1,23 +1,31 @@
 """vLLM's side of a push: a worker extension. vLLM mixes `WeightReceiver` into its worker class and calls it by `collective_rpc`.
 
-An RPC runs in EngineCore's own loop: while it lasts no token is generated. So nothing here blocks but the swap: forming the
-group and receiving are done by a thread, into staging memory, while vLLM generates from the old weights.
-Everything that differs between vLLM 0.24 and 0.32 on this side is in this file.
+An RPC runs in EngineCore's own loop, between two steps: while it lasts no token is generated. So nothing here blocks but the swap:
+forming the group and receiving are done by a thread, into staging memory, while vLLM generates from the old weights.
+
+What differs between vLLM 0.24 and 0.32, all of it (the rest of this project knows one vLLM):
+
+| what | 0.24 | 0.32 | where |
+|---|---|---|---|
+| tokens of a request | on GPU `req_states` (vllm/v1/worker/gpu) or `requests`, by model | `requests` on CPU | `TokenCounts` |
+| a tied LM head in a reload | (not run on CPU) | keeps its packed dummy weights on CPU | `_repack_tied_head` |
+| a refused request raises | ValueError | VLLMError | inference/engine.py, `_VLLM_ERROR` |
 """
 
+import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, join_group
-from accerl_mp.weight_sync.layout import Slot, checksum, iter_messages, plan_layout
-from accerl_mp.weight_sync.protocol import CONNECTING, FAILED, IDLE, READY, RECEIVED, RECEIVING
+from accerl_mp.weight_sync.group import GroupAddress
+from accerl_mp.weight_sync.incoming import Incoming, Staging, Weights
+from accerl_mp.weight_sync.layout import Manifest, Runs
+from accerl_mp.weight_sync.swap import Swap, SwapRefused
 
 
 class WeightReceiver:
@@ -25,128 +33,130 @@ class WeightReceiver:
 
     def sync_connect(self, address: dict[str, Any], first_rank: int) -> None:
         """Start to join the weight group as rank `first_rank` + this worker's own; leaves a group it was in before."""
-        self.weight_sync_state = Receiver(torch.device(self.device))  # type: ignore[attr-defined]
-        self.weight_sync_state.start_connect(GroupAddress(**address), first_rank + self.rank)  # type: ignore[attr-defined]
+        state = _state_of(self)
+        state.incoming.abort()
+        state.incoming = Incoming(state.device, state.incoming)
+        state.incoming.start_connect(GroupAddress(**address), first_rank + self.rank)  # type: ignore[attr-defined]
 
-    def sync_begin(self, version: int, manifest: list[Any], bucket_bytes: int) -> None:
-        """Start to receive a push into staging."""
-        self.weight_sync_state.start_receive(version, manifest, bucket_bytes)
+    def sync_layout(self, manifest: Manifest, bucket_bytes: int, is_staged: bool, wanted_swap: str) -> None:
+        """Make room for pushes of this model, if there is none yet."""
+        state = _state_of(self)
+        staging = state.incoming.staging
+        if staging is None or (staging.manifest, staging.bucket_bytes) != (manifest, bucket_bytes):
+            state.swap = None  # before the new memory: it holds the old
+            state.incoming.staging = staging = None
+            staging = Staging(manifest, bucket_bytes, is_whole=is_staged, device=state.device)
+            state.incoming.staging = staging
+        if state.swap is None:
+            state.swap = Swap(wanted_swap, staging, self.model_runner.get_model(), _layerwise_loader(self))  # type: ignore[attr-defined]
+
+    def sync_begin(self, version: int, runs: Runs, with_sums: bool) -> None:
+        """Start to receive a push into staging; without whole staging straight into the model: the scheduler must be paused."""
+        state = _state_of(self)
+        state.incoming.start_receive(version, runs, state.load, with_sums=with_sums)
 
     def sync_poll(self) -> dict[str, Any]:
         """{"state", "version", "error", "seconds"} of the thread."""
-        return self.weight_sync_state.report()
+        return _state_of(self).incoming.report()
 
     def sync_checksums(self) -> dict[str, str]:
-        """Checksum by name of every tensor in staging."""
-        return self.weight_sync_state.checksums()
+        """Checksum by name of every tensor that has arrived."""
+        return _state_of(self).incoming.checksums()
 
     def sync_swap(self, version: int) -> dict[str, Any]:
-        """Load staging into the model. The scheduler must be paused: the counts are exact only while nothing is generated.
-
-        Returns {"num_tokens": {internal request id: output tokens that exist now}, "seconds"}.
+        """Load staging into the model. Each step that was given to the device before computes with the old weights, each later one
+        with the new: both are in the order of one stream. Returns {"time": time.monotonic(), "seconds", "path", "reason"}.
         """
-        start = time.monotonic()
-        slots, staging = self.weight_sync_state.take(version)
-        load_weights(self, [(slot.name, slot.view(staging)) for slot in slots])
-        num_tokens = count_output_tokens(self.model_runner)  # type: ignore[attr-defined]
-        return {"num_tokens": num_tokens, "seconds": time.monotonic() - start}
+        start, state = time.monotonic(), _state_of(self)
+        weights = state.incoming.take(version)
+        if weights:
+            assert state.swap is not None
+            with torch.no_grad(), set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
+                state.swap.load(weights)
+        state.counts = TokenCounts(self.model_runner)  # type: ignore[attr-defined]
+        end = time.monotonic()
+        path, reason = (state.swap.path, state.swap.reason) if state.swap is not None else ("", "")
+        return {"time": end, "seconds": end - start, "path": path, "reason": reason}
+
+    def sync_counts(self) -> dict[str, int]:
+        """{internal request id: its output tokens at the last swap}. The swap is over when this returns."""
+        state = _state_of(self)
+        assert state.counts is not None
+        return state.counts.read()
 
     def sync_abort(self) -> None:
         """Give up a push, and the group with it: a receive that is under way ends with an error."""
-        if (state := getattr(self, "weight_sync_state", None)) is not None:
-            state.abort()
+        _state_of(self).incoming.abort()
 
 
-class Receiver:
-    """One worker's end of the weight group: at most one thread, one push, one staging buffer."""
+class _State:
+    """What a worker keeps between RPCs."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._group: WeightGroup | None = None
-        self._thread: threading.Thread | None = None
-        self._state, self._error, self._seconds = IDLE, "", 0.0
-        self._version = -1
-        self._slots: list[Slot] = []
-        self._num_bytes = 0
-        self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self.device = torch.device(worker.device)
+        self.incoming = Incoming(self.device)
+        self.swap: Swap | None = None
+        self.counts: TokenCounts | None = None
 
-    def start_connect(self, address: GroupAddress, rank: int) -> None:
-        def connect() -> None:
-            self._group = join_group(address, rank, self._device)
-
-        self._start(CONNECTING, READY, connect)
-
-    def start_receive(self, version: int, manifest: list[Any], bucket_bytes: int) -> None:
-        if self._state != READY:
-            raise RuntimeError(f"push {version} cannot begin: this worker is {self._state} {self._error}".strip())
-        self._slots, self._num_bytes = plan_layout(manifest)
-        if len(self._staging) < self._num_bytes:
-            self._staging = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-        self._version = version
-
-        def receive() -> None:
-            for message in iter_messages(self._num_bytes, bucket_bytes):
-                self._group.receive(self._staging[message])  # type: ignore[union-attr]
-
-        self._start(RECEIVING, RECEIVED, receive)
-
-    def report(self) -> dict[str, Any]:
-        return {"state": self._state, "version": self._version, "error": self._error, "seconds": self._seconds}
-
-    def checksums(self) -> dict[str, str]:
-        self._expect_received(self._version)
-        return {slot.name: checksum(slot.bytes_of(self._staging)) for slot in self._slots}
-
-    def take(self, version: int) -> tuple[list[Slot], torch.Tensor]:
-        """The slots and staging of a push that has arrived whole; the next may begin after this."""
-        self._expect_received(version)
-        self._state = READY
-        return self._slots, self._staging
-
-    def abort(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-        self._state = FAILED
-        self._error = self._error or "the push was given up"
-
-    def _expect_received(self, version: int) -> None:
-        if self._state != RECEIVED or self._version != version:
-            raise RuntimeError(f"push {version} has not arrived: this worker is {self._state} with {self._version} {self._error}".strip())
-
-    def _start(self, during: str, after: str, work: Callable[[], None]) -> None:
-        """Run `work` in a thread. Waits for nothing; ends with the group's own timeout at the latest."""
-        start = time.monotonic()
-
-        def run() -> None:
-            try:
-                work()
-            except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
-                self._error = f"{type(error).__name__}: {error}"
-                self._state = FAILED
-            else:
-                self._seconds = time.monotonic() - start
-                # Last: the front acts as soon as it sees the state. Unless abort() came first.
-                self._state = after if self._state == during else self._state
-
-        self._state = during
-        self._thread = threading.Thread(target=run, name=f"weights-{during}", daemon=True)
-        self._thread.start()
+    def load(self, weights: Weights) -> None:
+        """Straight into the model, on a thread while the engine stands."""
+        assert self.swap is not None
+        with torch.no_grad(), set_current_vllm_config(self._worker.vllm_config):
+            self.swap.load(weights)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
 
-def load_weights(worker: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
+def _state_of(worker: Any) -> _State:
+    if not hasattr(worker, "weight_sync_state"):
+        worker.weight_sync_state = _State(worker)
+    return worker.weight_sync_state
+
+
+def _layerwise_loader(worker: Any) -> Any:
+    def load(weights: Weights) -> None:
+        load_layerwise(worker, weights)
+
+    return load
+
+
+def load_layerwise(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Layerwise reload: works for every layout that a kernel gives its weights, packed CPU linears included."""
     model, config = worker.model_runner.get_model(), worker.vllm_config
     reload_log = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = reload_log.level
     reload_log.setLevel(logging.ERROR)  # a push of a part would warn for each layer that is not in it
     try:
-        with torch.no_grad(), set_current_vllm_config(config), torch.device(worker.device):
+        with torch.no_grad(), set_current_vllm_config(config), torch.device(worker.device), _packing_experts(model):
             initialize_layerwise_reload(model)
-            model.load_weights(weights)
-            finalize_layerwise_reload(model, worker.model_config)
+            try:
+                model.load_weights(weights)
+            finally:
+                finalize_layerwise_reload(model, worker.model_config)  # also after a failure, or the next reload would begin in its middle
             _repack_tied_head(model)
     finally:
         reload_log.setLevel(level)
+
+
+@contextlib.contextmanager
+def _packing_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Let experts that are reloaded inside the block be packed for vLLM's CPU kernel, as when they were loaded first.
+
+    vLLM packs them where it builds their kernel, which a reload skips: the kernel would read plain weights as packed ones (seen with
+    0.32: a tiny Qwen3-MoE off by 1.6 nats a token). Without a kernel it builds a new one; experts that aren't reloaded keep theirs.
+    """
+    from vllm.platforms import current_platform
+
+    methods = [getattr(module, "quant_method", None) for module in model.modules()] if current_platform.is_cpu() else []
+    kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    try:
+        yield
+    finally:
+        for method, kernel in kernels:
+            method.moe_kernel = method.moe_kernel or kernel
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
@@ -166,10 +176,32 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
             utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def count_output_tokens(model_runner: Any) -> dict[str, int]:
-    """Output tokens of every request that the model runner knows, by vLLM's internal id."""
-    if hasattr(model_runner, "requests"):
-        return {key: len(state.output_token_ids) for key, state in model_runner.requests.items()}
-    states = model_runner.req_states  # the runner of vllm/v1/worker/gpu, which 0.24 uses on GPUs
-    total, prompt = states.total_len.gpu.tolist(), states.prompt_len.np
-    return {key: total[index] - int(prompt[index]) for key, index in states.req_id_to_index.items()}
+class TokenCounts:
+    """How many output tokens every request had at one moment between two steps, the step in flight included."""
+
+    def __init__(self, model_runner: Any) -> None:
+        """Waits for nothing: what is on the device is copied behind the step in flight, `read` waits for that."""
+        self._counts: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
+        if hasattr(model_runner, "requests"):
+            self._counts = {key: len(state.output_token_ids) for key, state in model_runner.requests.items()}
+            return
+        states = model_runner.req_states  # the runner of vllm/v1/worker/gpu, which 0.24 uses for many models on GPUs
+        self._indices = dict(states.req_id_to_index)
+        self._prompts = states.prompt_len.np.copy()
+        total = states.total_len.gpu
+        self._totals = torch.empty(total.shape, dtype=total.dtype, device="cpu", pin_memory=True)
+        self._totals.copy_(total, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def read(self) -> dict[str, int]:
+        """By vLLM's internal request id. Waits for the device, a few milliseconds."""
+        if self._indices:
+            self._copied.synchronize()
+            totals = self._totals.tolist()
+            self._counts = {key: totals[index] - int(self._prompts[index]) for key, index in self._indices.items()}
+        return self._counts
+
+
+__all__ = ["SwapRefused", "TokenCounts", "WeightReceiver", "load_layerwise"]

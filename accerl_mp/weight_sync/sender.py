@@ -1,4 +1,4 @@
-"""Trainer ranks' side of a push: gather on every rank's main thread, send from rank 0 while vLLM generates, swap, verify.
+"""Trainer ranks' side of a push: gather on every rank's main thread, send and swap on threads of rank 0 while all else goes on.
 
 All ranks make the same calls in the same order. Only rank 0 talks to inference; after each stage it tells the others how it
 went, so that all raise or none. A push that breaks because an inference process died begins again on all ranks, under the same
@@ -18,22 +18,26 @@ import torch
 import torch.distributed as dist
 
 from accerl_mp.models.names import iter_weights, manifest
-from accerl_mp.transport.errors import DeadlineExpired
+from accerl_mp.transport.errors import Closed, DeadlineExpired
 from accerl_mp.transport.process import Process
-from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, join_group, open_store
-from accerl_mp.weight_sync.layout import Slot, checksum, plan_layout
-from accerl_mp.weight_sync.outbox import Outbox
+from accerl_mp.weight_sync.aside import Aside
+from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, backend_of, join_group, open_store
+from accerl_mp.weight_sync.layout import Manifest, Runs, Slot, checksum, find_runs, iter_messages, plan_layout, slots_of
+from accerl_mp.weight_sync.outbox import Outbox, make_buffers
 from accerl_mp.weight_sync.patience import Patience
-from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncError, WrongWeights
+from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncError
 from accerl_mp.weight_sync.replicas import Replicas
+from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, probe_ids
 
-PROBE_TOKENS = 64
-PROBE_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""Largest mean |logprob difference| between trainer and vLLM over the probe: kernels alone stay far below, wrong weights give nats."""
-
+_CLOSE_S = 5.0
 _FLAG, _START_FLAG = "--sync-timeout-s", "--inference-start-timeout-s"
-_FAILED, _DONE, _DONE_ANEW, _AGAIN = 0, 1, 2, 3
-"""What rank 0 tells the others. _DONE_ANEW: there is a new group, which needs all weights. _AGAIN: the push broke and begins again."""
+_LIBRARY_SHARE = 1.5
+"""The group's own timeout over ours: our deadline speaks first, and names who waited for whom."""
+_FAILED, _DONE, _DONE_ANEW, _AGAIN, _CLOSED = 0, 1, 2, 3, 4
+"""What rank 0 tells the others. _DONE_ANEW: there is a new group, which needs all weights. _AGAIN: the push broke and begins again.
+_CLOSED: the run ends."""
+_STOP_GRACE_S = 10.0
+"""When the run ends, ranks leave a push together, at rank 0's word; this long they wait for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +50,18 @@ class PushReport:
     seconds: float = 0.0
     """From start_push to the swap everywhere."""
     standstill_s: float = 0.0
-    """Pause to resume, of the slowest inference process."""
+    """In which no step of the engine began, of the slowest inference process: pause to resume; without a pause the load alone."""
     num_bytes: int = 0
     verified: bool = False
+    gather_s: float = 0.0
+    """On the main thread: gather, cast, copy into messages."""
+    send_s: float = 0.0
+    """On the wire, beside everything else."""
+    pause_s: float = 0.0
+    load_s: float = 0.0
+    resume_s: float = 0.0
+    path: str = ""
+    """How weights are swapped: "layerwise", "plain" or "captured"."""
 
 
 class WeightSync:
@@ -70,10 +83,12 @@ class WeightSync:
         world_size: int,
         dtype: torch.dtype,
         forced_logprobs: Callable[[list[int]], np.ndarray],
+        on_use: Callable[[int], None] = lambda version: None,
     ) -> None:
+        """`on_use`: called on rank 0, on a thread, as soon as all of vLLM uses a version that is not going to be verified."""
         self._process, self._model = process, model
         self._rank, self._world_size, self._dtype = rank, world_size, dtype
-        self._forced_logprobs = forced_logprobs
+        self._forced_logprobs, self._on_use = forced_logprobs, on_use
         self._sync, self._inference = process.config.sync, process.config.inference
         self._device = next(model.parameters()).device
         self._back_s = self._inference.inference_start_timeout_s + self._sync.sync_timeout_s
@@ -82,10 +97,14 @@ class WeightSync:
         self._patience = Patience(self._replicas, process.health, limit_s=self._back_s) if self._replicas is not None else None
         self._group: WeightGroup | None = None
         self._sessions: list[str] = []
+        self._manifest: Manifest = []
+        self._slots: list[Slot] = []
+        self._buffers: list[torch.Tensor] = []
         self._outbox: Outbox | None = None
+        self._swapping: Aside | None = None
         self._num_pushes = 0  # since the group was formed
         self._version, self._started, self._num_bytes = -1, 0.0, 0
-        self._slots: Iterator[Slot] = iter(())  # of the push that is being gathered
+        self._next_slots: Iterator[Slot] = iter(())  # of the push that is being gathered
         self._sums: dict[str, str] = {}
         self._report = PushReport(version=-1)
 
@@ -103,18 +122,27 @@ class WeightSync:
         return self._replicas is not None and bool(self._replicas.lost()) and self._replicas.are_running()
 
     def start_push(self, version: int, *, trainable_only: bool) -> None:
-        """Gather all weights and hand them to the sending thread; vLLM generates on. Returns when the gathering is done.
+        """Gather all weights and hand them to the threads that send and swap; vLLM generates on. Returns when the gathering is done.
 
-        The first push after `connect` sends everything, and so does one that finds inference started anew. What trains must be
-        whole modules of vLLM: q, k and v are one there, and half of a fused weight leaves the rest undefined (the probe sees it).
+        The first push after `connect` sends everything, and so does one that finds inference started anew.
         """
         self._started, self._version = time.monotonic(), version
         self._gather(trainable_only)
 
+    @property
+    def is_to_be_verified(self) -> bool:
+        """The push that is under way: vLLM is compared with the model in `finish_push`, so the model must not change before that."""
+        return self._verifies()
+
+    def has_ended(self) -> bool:
+        """Whether `finish_push` of the push that is under way has nothing to wait for. Rank 0 alone; False on other ranks."""
+        return self._swapping is not None and not self._swapping.is_alive
+
     def finish_push(self) -> PushReport:
         """Wait until the weights are in use everywhere, and verify them if it is time to.
 
-        The model must be as it was in `start_push`: a push that broke is gathered again from it.
+        A push that broke is gathered again, from the model as it is now: of optimizer steps since `start_push` some tokens of this
+        version are sampled with newer weights then (their logprobs come with them, as always).
         """
         while not self._finish():
             self._gather(trainable_only=False)
@@ -122,11 +150,17 @@ class WeightSync:
             self._patience.reset()
         self._report = dataclasses.replace(self._report, version=self._version, verified=self._verifies())
         self._num_pushes += 1
+        self._swapping = None
         return self._report
 
     def close(self) -> None:
-        """Leave the group and the control channel. Waits for nothing."""
+        """Leave the group and the control channel.
+
+        waits for      a push that is under way to notice that the run ends, some milliseconds, at most 5 s
+        """
         self._leave()
+        if self._swapping is not None:
+            self._swapping.join(_CLOSE_S)
         if self._replicas is not None:
             self._replicas.close()
 
@@ -138,13 +172,15 @@ class WeightSync:
                 self._put(name, tensor)
         if self._outbox is not None:
             self._outbox.finish()
+            self._gather_s = time.monotonic() - self._started
+            self._swapping = Aside(self._swap, "weights-swap")
 
     def _finish(self) -> bool:
         """False, on all ranks: the push broke in one of its last stages."""
         return (
-            self._together(f"finish push {self._version}", self._swap)
+            self._together(f"finish push {self._version}", self._await_swap)
             and (not self._verifies() or self._probe())
-            and self._together(f"open requests after push {self._version}", self._open)
+            and (self._num_pushes > 0 or self._together("open requests", self._open))
         )
 
     def _connect(self) -> int:
@@ -168,23 +204,37 @@ class WeightSync:
         first_ranks = [1 + sum(counts[:index]) for index in range(len(counts))]
         timeout_s, world_size = self._sync.sync_timeout_s, 1 + sum(counts)
         store, port = open_store(world_size, timeout_s)
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        address = GroupAddress(backend=backend, port=port, world_size=world_size, timeout_s=timeout_s)
+        backend = backend_of(self._device, self._process.config.run.placement)
+        address = GroupAddress(backend=backend, port=port, world_size=world_size, timeout_s=_LIBRARY_SHARE * timeout_s)
         calls = [{"address": dataclasses.asdict(address), "first_rank": first_rank} for first_rank in first_ranks]
         self._replicas.call("connect", calls, timeout_s=timeout_s, flag=_FLAG)
-        joining = _Joining(address, self._device, store)
+        joining = Aside(lambda: join_group(address, 0, self._device, store), "weights-join")
         self._replicas.call_until(
             lambda answer: answer["state"] == READY, "poll", what="inference to join the weight group", timeout_s=timeout_s, flag=_FLAG
         )
         with self._process.health.waiting("the weight group to form", timeout_s, _FLAG, peer="inference") as wait:
-            while (group := joining.result()) is None:
+            while joining.is_alive:
                 wait.check()
                 self._replicas.check()
                 time.sleep(0.005)
-        self._group = group
+        try:
+            self._group = joining.result()
+        except RuntimeError as error:  # torch.distributed's
+            raise GroupBroken(f"the weight group could not be formed: {error}") from error
+        self._lay_out()
         self._sessions = [status["session"] for status in statuses]
         self._num_pushes = 0
         _log.info("weight group of %d: %s over %s", world_size, ", ".join(self._replicas.names), backend)
+
+    def _lay_out(self) -> None:
+        """Both ends agree on where each tensor lies, and make room."""
+        self._manifest = manifest(self._model, trainable_only=False, dtype=self._dtype)
+        self._slots, num_bytes = plan_layout(self._manifest)
+        bucket_bytes = self._sync.sync_bucket_mb << 20
+        fields = {"manifest": self._manifest, "bucket_bytes": bucket_bytes}
+        self._replicas.call("layout", fields, timeout_s=self._sync.sync_timeout_s, flag=_FLAG)
+        if not self._buffers:
+            self._buffers = make_buffers(min(bucket_bytes, num_bytes), self._device)
 
     def _begin(self, trainable_only: bool) -> int:
         verdict = _DONE
@@ -195,25 +245,23 @@ class WeightSync:
             _log.warning("push %d: a new weight group, and all weights again", self._version)
             self._join(statuses)
             verdict = _DONE_ANEW
-        entries = manifest(self._model, trainable_only=trainable_only and self._num_pushes > 0, dtype=self._dtype)
-        slots, self._num_bytes = plan_layout(entries)
-        bucket_bytes = self._sync.sync_bucket_mb << 20
-        fields = {"version": self._version, "manifest": entries, "bucket_bytes": bucket_bytes}
-        self._replicas.call("begin", fields, timeout_s=self._sync.sync_timeout_s, flag=_FLAG)
-        self._slots = iter(slots)
-        self._sums = {}
-        self._outbox = Outbox(
-            self._group,
-            self._num_bytes,
-            bucket_bytes=bucket_bytes,
-            device=self._device,
-            health=self._process.health,
-            timeout_s=self._sync.sync_timeout_s,
-        )
+        runs = self._runs(trainable_only and self._num_pushes > 0)
+        slots = slots_of(self._slots, runs)
+        self._num_bytes = sum(slot.size_bytes for slot in slots)
+        fields = {"version": self._version, "runs": runs, "with_sums": self._verifies()}
+        self._replicas.call("begin", fields, timeout_s=timeout_s, flag=_FLAG)
+        self._next_slots, self._sums = iter(slots), {}
+        messages = iter_messages(self._slots, runs, self._sync.sync_bucket_mb << 20)
+        self._outbox = Outbox(self._group, messages, self._buffers, health=self._process.health, timeout_s=timeout_s)
         return verdict
 
+    def _runs(self, trainable_only: bool) -> Runs:
+        index_of = {name: index for index, (name, _, _) in enumerate(self._manifest)}
+        chosen = manifest(self._model, trainable_only=True, dtype=self._dtype) if trainable_only else self._manifest
+        return find_runs(index_of[name] for name, _, _ in chosen)
+
     def _put(self, name: str, tensor: torch.Tensor) -> None:
-        slot = next(self._slots)
+        slot = next(self._next_slots)
         if (name, tuple(tensor.shape), tensor.dtype) != (slot.name, slot.shape, slot.dtype):
             raise SyncError(f"push {self._version}: gathered {name} {tuple(tensor.shape)} {tensor.dtype}, the manifest says {slot}")
         data = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -221,8 +269,17 @@ class WeightSync:
             self._sums[name] = checksum(data)
         self._outbox.put(data)
 
-    def _swap(self) -> int:
-        """Wait for the bytes to be there, compare them, swap."""
+    def _await_swap(self) -> int:
+        """Wait for `_swap`, which runs aside. Its own waits have the deadlines."""
+        with self._process.health.waiting(f"push {self._version} to end", 0, peer="inference") as wait:
+            while self._swapping.is_alive:
+                wait.check()
+                time.sleep(0.002)
+        self._swapping.result()
+        return _DONE
+
+    def _swap(self) -> None:
+        """Wait for the bytes to be there, compare them, swap. On a thread: meanwhile nobody else calls the replicas."""
         timeout_s = self._sync.sync_timeout_s
         try:
             with self._process.health.waiting("inference to receive a push", timeout_s, _FLAG, peer="inference") as wait:
@@ -236,59 +293,40 @@ class WeightSync:
                 lambda answer: answer["state"] == RECEIVED, "poll", what="inference to receive a push", timeout_s=timeout_s, flag=_FLAG
             )
             if self._verifies():
-                self._compare_sums(self._replicas.call("checksums", timeout_s=timeout_s, flag=_FLAG))
+                compare_sums(self._version, self._sums, self._replicas.call("checksums", timeout_s=timeout_s, flag=_FLAG))
             answers = self._replicas.call("swap", {"version": self._version}, timeout_s=timeout_s, flag=_FLAG)
         except (SyncError, DeadlineExpired):
             self._outbox.give_up()
+            self._buffers = []  # the thread may still read from them
             self._replicas.tell("abort")
             raise
+        slowest = {name: max(answer[name] for answer in answers) for name in ("standstill_s", "pause_s", "load_s", "resume_s")}
         self._report = PushReport(
             version=self._version,
             seconds=time.monotonic() - self._started,
-            standstill_s=max(answer["standstill_s"] for answer in answers),
             num_bytes=self._num_bytes,
+            gather_s=self._gather_s,
+            send_s=self._outbox.busy_s,
+            path=answers[0]["path"],
+            **slowest,
         )
-        self._outbox = None
-        return _DONE
-
-    def _compare_sums(self, answers: list[dict[str, Any]]) -> None:
-        for replica, answer in zip(self._replicas.names, answers, strict=True):
-            for worker, arrived in enumerate(answer["checksums"]):
-                wrong = [name for name, expected in self._sums.items() if arrived.get(name) != expected]
-                if wrong or len(arrived) != len(self._sums):
-                    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-                    what = f"tensor {wrong[0]}{more} arrived damaged" if wrong else "there are tensors that were not sent"
-                    where = f"push {self._version} at {replica}, worker {worker}"
-                    raise WrongWeights(f"{where}: {what} (checksums differ); nothing was loaded")
+        if not self._verifies():
+            self._on_use(self._version)
 
     def _probe(self) -> bool:
         """Forced logprobs of the same tokens on both sides: what vLLM computes with is what trains."""
-        ids = self._probe_ids()
+        ids = probe_ids(self._version, self._model.config.vocab_size, self._inference.vllm_max_model_len)
         expected = np.asarray(self._forced_logprobs(ids), np.float64)
-        return self._together(f"verify push {self._version}", lambda: self._compare_logprobs(ids, expected))
 
-    def _probe_ids(self) -> list[int]:
-        """Tokens from the whole vocabulary, the same on every rank."""
-        length = min(PROBE_TOKENS, (self._inference.vllm_max_model_len or PROBE_TOKENS + 1) - 1)
-        vocabulary = self._model.config.vocab_size
-        return np.random.default_rng(self._version).integers(0, vocabulary, length).tolist()
+        def compare() -> int:
+            answers = self._replicas.call("probe", {"ids": ids}, timeout_s=self._sync.sync_timeout_s, flag=_FLAG)
+            compare_logprobs(self._version, expected, answers, PROBE_BOUNDS[self._dtype])
+            return _DONE
 
-    def _compare_logprobs(self, ids: list[int], expected: np.ndarray) -> int:
-        bound = PROBE_BOUNDS[self._dtype]
-        answers = self._replicas.call("probe", {"ids": ids}, timeout_s=self._sync.sync_timeout_s, flag=_FLAG)
-        for replica, answer in zip(self._replicas.names, answers, strict=True):
-            distance = np.abs(np.array(answer["logprobs"]) - expected)
-            if not distance.mean() <= bound:  # NaN fails too
-                raise WrongWeights(
-                    f"push {self._version}: the probe of {replica} is off: logprobs of {len(ids)} tokens differ by {distance.mean():.2g}"
-                    f" nats on average (at most {bound:g}), {distance.max():.2g} at worst: vLLM does not compute with the trainer's weights"
-                )
-            _log.info("push %d verified: %s differs by %.1g nats on average", self._version, replica, distance.mean())
-        return _DONE
+        return self._together(f"verify push {self._version}", compare)
 
     def _open(self) -> int:
-        if self._num_pushes == 0:
-            self._replicas.call("open", timeout_s=self._sync.sync_timeout_s, flag=_FLAG)
+        self._replicas.call("open", timeout_s=self._sync.sync_timeout_s, flag=_FLAG)
         return _DONE
 
     def _verifies(self) -> bool:
@@ -299,23 +337,31 @@ class WeightSync:
         """Rank 0 does `work` and tells the others how it went: all return (False: the push broke and begins again) or all raise.
 
         waits for      on other ranks: rank 0, longer than rank 0 may take itself; `is_start`: inference may have to start first
+        at the end     all raise Closed here, so that what they do next they still do together
         """
-        verdict, error = _FAILED, None
-        if self._rank == 0:
-            try:
-                verdict = work()
-            except (SyncError, DeadlineExpired) as failure:
-                verdict, error = self._judge(failure)
+        verdict, error = self._attempt(work) if self._rank == 0 else (_FAILED, None)
         if self._world_size > 1:
             limit_s = 5 * self._sync.sync_timeout_s + (self._back_s if is_start else 0.0)
             verdict = self._tell(verdict, what, limit_s, _START_FLAG if is_start else _FLAG)
         if error is not None:
             raise error
+        if verdict == _CLOSED:
+            raise Closed("trainer/0 was asked to stop in a push")
         if verdict == _FAILED:
             raise SyncError(f"trainer/0 could not {what}; its log says why")
         if verdict == _DONE_ANEW:
             self._num_pushes = 0
         return verdict != _AGAIN
+
+    def _attempt(self, work: Callable[[], int]) -> tuple[int, Exception | None]:
+        """(verdict, what rank 0 itself is to raise)."""
+        try:
+            try:
+                return work(), None
+            except (SyncError, DeadlineExpired) as failure:
+                return self._judge(failure)
+        except Closed as end:
+            return _CLOSED, end
 
     def _judge(self, failure: Exception) -> tuple[int, Exception | None]:
         """(_AGAIN, None) if a new group may mend it; then the next `_begin` forms one. May wait some seconds (`Patience.allows`)."""
@@ -330,31 +376,15 @@ class WeightSync:
         """Rank 0's verdict, on every rank."""
         word = torch.tensor([verdict], device=self._device)
         work = dist.broadcast(word, src=0, async_op=True)
+        leave_at = float("inf")
         with self._process.health.waiting(f"trainer/0 to {what}", limit_s, flag) as wait:
             while not work.is_completed():
-                wait.check()
+                try:
+                    wait.check()
+                except Closed:  # rank 0 leaves too, and says so
+                    leave_at = min(leave_at, time.monotonic() + _STOP_GRACE_S)
+                    if time.monotonic() > leave_at:
+                        raise
                 time.sleep(0.001)
         work.wait()
         return int(word.item())
-
-
-class _Joining:
-    """Forming the group, on a thread: it blocks until every worker has come."""
-
-    def __init__(self, address: GroupAddress, device: torch.device, store: dist.Store) -> None:
-        self._group: WeightGroup | None = None
-        self._error: Exception | None = None
-
-        def join() -> None:
-            try:
-                self._group = join_group(address, 0, device, store)
-            except RuntimeError as error:
-                self._error = error
-
-        threading.Thread(target=join, name="weights-join", daemon=True).start()
-
-    def result(self) -> WeightGroup | None:
-        """None: not yet. Raises GroupBroken if it cannot be formed."""
-        if self._error is not None:
-            raise GroupBroken(f"the weight group could not be formed: {self._error}")
-        return self._group

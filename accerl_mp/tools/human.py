@@ -1,0 +1,52 @@
+"""A person plays: the messages that the model would get, the parser that its replies go through."""
+
+import time
+from collections.abc import Callable
+
+from accerl_mp.rollout.actions import normalise, parse_action
+from accerl_mp.rollout.env import Env, game_name
+from accerl_mp.rollout.prompt import SYSTEM, invalid_message, turn_message
+from accerl_mp.tools.scores import Record
+
+
+def play_by_hand(env: Env, *, number: int, seed: int, max_turns: int, ask: Callable[[], str], show: Callable[[str], None]) -> Record | None:
+    """One episode, as a record of `tools/playing.py`; None if the person left (Ctrl+D).
+
+    waits for      the person, without a limit
+    """
+    start, observation, turns = time.monotonic(), env.reset(seed), []
+    message = turn_message(observation)
+    show(SYSTEM)
+    while not observation.done and len(turns) < max_turns:
+        show(f"\n[{len(turns) + 1}/{max_turns}] {message}")
+        try:
+            reply = ask()
+        except EOFError:
+            return None
+        command = parse_action(reply, observation.commands)
+        turns.append({"message": message, "reply": reply, "command": command})
+        if command is None:
+            message = invalid_message(normalise(reply) or reply, observation)
+            continue
+        observation = env.step(command)
+        message = turn_message(observation)
+    ending = "won" if observation.won else "lost" if observation.lost else "cut by the turn limit"
+    show(f"\n{observation.text}\nThe episode is over: {ending}, score {observation.score:g} of {observation.max_score:g}.")
+    return {
+        "game": game_name(env.path),
+        "path": env.path,
+        "episode": number,
+        "seed": seed,
+        "won": observation.won,
+        "lost": observation.lost,
+        "truncated": not observation.done,
+        "score": observation.score,
+        "max_score": observation.max_score,
+        "num_turns": len(turns),
+        "num_env_steps": sum(turn["command"] is not None for turn in turns),
+        "num_invalid": sum(turn["command"] is None for turn in turns),
+        "seconds": round(time.monotonic() - start, 3),
+        "system": SYSTEM,
+        "turns": turns,
+        "last_observation": observation.text,
+    }

@@ -1,0 +1,86 @@
+"""vLLM in a tool's own process, with a model folder's own weights: what rollout processes get from inference, without a run."""
+
+import importlib.util
+import itertools
+import sys
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from accerl_mp.config import Config, ConfigError
+from accerl_mp.launcher.environment import become_inference
+from accerl_mp.rollout.episode import Reply
+from accerl_mp.rollout.tokenizer import Tokenizer
+from accerl_mp.rollout.transcript import ChatFormat
+
+if TYPE_CHECKING:  # vllm is imported once the environment is set
+    from accerl_mp.inference.engine import Engine
+
+
+class LocalEngine:
+    """Replies for `rollout.episode.Player`. One event loop; `open_engine` makes it."""
+
+    def __init__(self, engine: "Engine", tokenizer: Tokenizer) -> None:
+        self._engine = engine
+        self.tokenizer, self.chat = tokenizer, ChatFormat.probe(tokenizer)
+        self._keys = itertools.count()
+        self._asked: Counter[int] = Counter()
+        self.top_p = 1.0
+        self._seed = 0
+
+    def restart(self, seed: int) -> None:
+        """Before a set of episodes: a reply's own seed follows from this one, its episode and its place among the episode's replies."""
+        self._seed = seed
+        self._asked.clear()
+
+    async def generate(self, *, episode_id: int, prompt: list[int], max_tokens: int, temperature: float, salt_version: int) -> Reply:
+        """Waits for vLLM without a limit; its death raises EngineError."""
+        self._asked[episode_id] += 1
+        seed = zlib.crc32(f"{self._seed} {episode_id} {self._asked[episode_id]}".encode())
+        made = await self._engine.generate(
+            str(next(self._keys)),
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=self.top_p,
+            seed=seed if temperature > 0 else None,
+            salt="local",
+        )
+        return Reply(
+            ids=np.array(made.ids, np.int32),
+            logprobs=np.array(made.logprobs, np.float32),
+            versions=np.zeros(len(made.ids), np.int32),
+            finish_reason=made.finish_reason,
+            salt_version=salt_version,
+        )
+
+
+@contextmanager
+def open_engine(config: Config) -> Iterator[LocalEngine]:
+    """Start vLLM with the weights of `--model-path` (holds this thread for tens of seconds); its processes end with the block.
+
+    Call it from the main thread, before anything has imported torch or vllm. ConfigError: a tokenizer that cannot be used.
+    """
+    become_inference(config)
+    # Python's spawn runs the parent's main module again in each child; under this name it runs what lets the child die with us.
+    sys.modules["__main__"].__spec__ = importlib.util.find_spec("accerl_mp.inference.child")
+    from accerl_mp.inference.engine import Engine
+    from accerl_mp.inference.stops import find_stop_ids
+    from accerl_mp.launcher.tokenizer import export_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as name:
+        folder = Path(name)
+        if problems := export_tokenizer(config.model, folder):
+            raise ConfigError(problems)
+        stop_ids, tokenizer = find_stop_ids(folder, config.inference.infer_stop), Tokenizer.load(folder)
+    engine = Engine.start(config, stop_ids, load_format="auto")
+    try:
+        yield LocalEngine(engine, tokenizer)
+    finally:
+        engine.close()

@@ -1,0 +1,110 @@
+"""What tools show: results on standard output, progress on standard error, and what libraries print in a log file.
+
+On a terminal progress is a bar; elsewhere it is a plain line now and then, without control characters. NO_COLOR and TERM=dumb count.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+_PLAIN_WIDTH = 140
+_LINE_EVERY_S = 10.0
+_LAST_LINES = 15
+
+
+class Terminal:
+    """The two streams. They are descriptors of their own: `quiet` takes 1 and 2 away from everybody else."""
+
+    def __init__(self) -> None:
+        self.out, self.err = _console(1), _console(2)
+
+    @contextlib.contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """Gives a function that counts one more."""
+        shown = self._bar(what, total) if self.err.is_terminal else self._lines(what, total)
+        with shown as advance:
+            yield advance
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """For work whose length is not known."""
+        start = time.monotonic()
+        if self.err.is_terminal:
+            with self.err.status(what):
+                yield
+        else:
+            self.say(f"{what} ...")
+            yield
+        self.say(f"{what}: {time.monotonic() - start:.0f} s")
+
+    def say(self, text: str) -> None:
+        self.err.print(text, highlight=False, markup=False)
+
+    def table(self, title: str, header: list[str], rows: list[list[str]]) -> None:
+        """Numbers to the right, the first column to the left."""
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for number, name in enumerate(header):
+            table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self.out.print(table, highlight=False, markup=False)
+
+    @contextlib.contextmanager
+    def _bar(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        with Progress(
+            TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), console=self.err
+        ) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda: bar.advance(task)
+
+    @contextlib.contextmanager
+    def _lines(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        start, shown_at, done = time.monotonic(), time.monotonic(), 0
+
+        def advance() -> None:
+            nonlocal shown_at, done
+            done += 1
+            now = time.monotonic()
+            if done == total or now - shown_at >= _LINE_EVERY_S:
+                shown_at = now
+                self.say(f"{what}: {done} of {total} in {now - start:.0f} s")
+
+        yield advance
+
+
+@contextlib.contextmanager
+def quiet(log_file: Path, terminal: Terminal) -> Iterator[None]:
+    """What this process and its children print goes to the log; if the block fails, the log's end is shown."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    kept = os.dup(1), os.dup(2)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log_file.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError):
+        terminal.say(f"failed; the end of {log_file}:")
+        for line in log_file.read_text(errors="replace").splitlines()[-_LAST_LINES:]:
+            terminal.say(f"    {line}")
+        raise
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, descriptor in enumerate(kept, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _console(descriptor: int) -> Console:
+    is_terminal = os.isatty(descriptor)
+    file = os.fdopen(os.dup(descriptor), "w", buffering=1)
+    return Console(file=file, width=None if is_terminal else _PLAIN_WIDTH, soft_wrap=not is_terminal)

@@ -1,0 +1,102 @@
+"""Watch a run in the terminal: what each process waits for, rings, lag, win rate, where time goes, what bounds it.
+
+    python -m accerl_mp.tools.top [RUN] [--once] [--every 1.0]
+
+RUN is a run folder, or a folder of runs, of which the newest is taken (default: runs/TextWorld_FSDP). A finished run shows how it
+ended. q or Ctrl+C leaves; without a terminal, or with --once, it prints one frame. Colours go with NO_COLOR. It only reads:
+a run never waits for it.
+"""
+
+import argparse
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live as LiveDisplay
+
+from accerl_mp.tools.live import look
+from accerl_mp.tools.run_folder import NoRunError, RunFolder, find_run
+from accerl_mp.tools.top_screen import Frame, Screen
+
+SHOWN = ("TextWorld/WinRate", "Train/TokensPerSec", "Infer/TokensPerSec", "Infer/RunningRequestsMean")
+
+
+def read_frame(run: RunFolder, *, is_interactive: bool = False) -> Frame:
+    """How the run stands now."""
+    live, status = look(run.paths), run.status()
+    if live.is_running:
+        status |= {"wall_s": time.time() - status.get("started", run.started())}
+    run.metrics()
+    return Frame(
+        run_dir=str(run.run_dir),
+        live=live,
+        status=status,
+        flags=run.flags(),
+        series={tag: [value for _, value in run.series(tag)] for tag in SHOWN},
+        failure="" if live.is_running else run.failure(),
+        is_interactive=is_interactive,
+    )
+
+
+def watch(run: RunFolder, console: Console, every_s: float) -> None:
+    """A frame every `every_s` seconds on the terminal's other screen, until q, Ctrl+C or SIGTERM.
+
+    waits for      a key, at most `every_s`
+    at the end     the terminal is as it was
+    """
+    with _keys() as next_key, LiveDisplay(console=console, screen=True, auto_refresh=False) as display:
+        while True:
+            display.update(Screen(read_frame(run, is_interactive=True)), refresh=True)
+            if next_key(every_s) in ("q", "Q", "\x03", "\x04"):
+                return
+
+
+@contextmanager
+def _keys() -> Iterator:
+    """Single keys without Enter and without echo; gives `next_key(timeout_s)`, which is empty at the timeout."""
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+
+    def next_key(timeout_s: float) -> str:
+        if not select.select([file], [], [], timeout_s)[0]:
+            return ""
+        return sys.stdin.buffer.raw.read(1).decode(errors="replace") or "q"  # end of file: the terminal is gone
+
+    try:
+        tty.setcbreak(file)
+        yield next_key
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("accerl_mp.tools.top", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder, or a folder of runs: the newest")
+    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two frames (default: 1)")
+    args = parser.parse_args(argv)
+    if args.every <= 0:
+        parser.error(f"--every {args.every}: must be above 0")
+    try:
+        run = RunFolder(find_run(args.run))
+    except NoRunError as error:
+        parser.error(str(error))
+    console = Console()
+    if args.once or not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
+        console.print(Screen(read_frame(run)))
+        return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        watch(run, console, args.every)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

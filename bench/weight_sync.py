@@ -1,0 +1,409 @@
+"""Weight pushes into a running vLLM: time of each phase, bytes, tokens meanwhile, the longest gap between tokens.
+
+    PYTHONPATH=. python bench/weight_sync.py --model smollm2-135m                      # CPU: gloo, layerwise, staging on and off
+    PYTHONPATH=. python bench/weight_sync.py --placement dedicated --model qwen3-0.75b # two GPUs: NCCL, all ways to swap
+    PYTHONPATH=. python bench/weight_sync.py --placement colocated --model qwen3-0.75b # one GPU: CUDA IPC
+
+This process is the trainer (random weights, changed before each push), vLLM is the real inference process, requests come in as from
+rollouts. The first and the last push of each variant are verified by checksums and a logprob probe; the others are measured.
+"""
+
+import argparse
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from accerl_mp.config import Config, resolve
+from accerl_mp.launcher.environment import gpu_plan, rank_environment, role_environment, vllm_sockets
+from accerl_mp.topology import GpuPlan, RunPaths, visible_gpus
+from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.board import Board
+from accerl_mp.transport.health import Health, HealthTable
+from accerl_mp.transport.process import Process
+from bench.common import ROOT, Result, make_parser, parse
+
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "head_dim": 32, "hidden_act": "silu"}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": QWEN3
+    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3-0.75b": QWEN3
+    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    | {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
+    "smollm2-135m": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+        "rope_theta": 100000,
+    },
+}
+"""Shapes alone: weights are random."""
+EOS = 2
+TOKENS_FILE = "tokens.npy"
+"""[N, 3] float64 in the run folder: when a step's outputs were made (time.monotonic), their tokens, the longest gap of a request."""
+PROMPT_TOKENS = 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way to push."""
+
+    staging: str
+    swap: str
+    pause: str
+    train_mode: str
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dataclasses.asdict(self)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeats=10)
+    parser.add_argument("--placement", choices=["cpu", "colocated", "dedicated"], default="cpu")
+    parser.add_argument("--model", default="smollm2-135m", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        metavar="STAGING/SWAP/PAUSE[/last_layer][xN]",
+        help="N: pushes instead of --repeats; default: what the placement can, e.g. on/captured/off",
+    )
+    parser.add_argument("--requests", type=int, default=0, help="in flight (default: 4 on CPU, 64 on GPU)")
+    parser.add_argument("--tokens", type=int, default=0, help="of a reply (default: 200 on CPU, 400 on GPU)")
+    parser.add_argument(
+        "--idle-s", type=float, default=0.0, help="seconds without a push before each variant (default: 6 on CPU, 3 on GPU)"
+    )
+    parser.add_argument("--pause-between-s", type=float, default=0.3, help="between two pushes")
+    parser.add_argument("--bucket-mb", type=int, default=256)
+    parser.add_argument("--limit-s", type=float, default=0.0, help="begin no further variant after this many seconds")
+    parser.add_argument("--start-when", type=Path, help="start vLLM at once, but measure only once this file is there")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs in vLLM")
+    args = parse(parser)
+    _fill_defaults(args)
+    result = Result("weight_sync", args)
+    base = dict(os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(args, Path(folder))
+        plan = gpu_plan(config)
+        os.environ |= rank_environment(config, plan)  # before torch
+        _measure(args, config, plan, base, result)
+    result.finish()
+
+
+def _measure(args: argparse.Namespace, config: Config, plan: GpuPlan, base: dict[str, str], result: Result) -> None:
+    start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to stop"))  # through the with block, which ends vLLM
+    with Bench(args, config, plan, base) as bench:
+        try:
+            while args.start_when and not args.start_when.exists():
+                time.sleep(0.1)
+            for text in args.variants:
+                if args.limit_s and time.monotonic() - start > args.limit_s:
+                    result.note(f"{text} and those after it were left out: --limit-s {args.limit_s:g}")
+                    break
+                bench.measure(*_variant(text, args.repeats))
+        except SystemExit as error:  # what was measured counts
+            bench.show_stacks()
+            result.note(f"cut short: {error}")
+        bench.stop()
+        bench.report(result)
+
+
+def _fill_defaults(args: argparse.Namespace) -> None:
+    is_cpu = args.placement == "cpu"
+    if args.quick:
+        args.model = "tiny" if is_cpu else args.model
+        args.idle_s = args.idle_s or 1.5
+    args.requests = args.requests or (4 if is_cpu else 64)
+    args.tokens = args.tokens or (200 if is_cpu else 400)
+    args.idle_s = args.idle_s or (6.0 if is_cpu else 3.0)
+    on_cpu = ["on/layerwise/off", "on/layerwise/on", "off/layerwise/on"]
+    on_gpu = ["on/captured/off", "on/captured/on", "on/plain/off", "on/layerwise/off", "on/layerwise/on", "off/plain/on"]
+    args.variants = args.variants or (on_cpu if is_cpu else on_gpu)
+
+
+def _variant(text: str, repeats: int) -> tuple[Variant, int]:
+    """(what it is, its number of pushes)."""
+    text, _, number = text.partition("x")
+    staging, swap, pause, *train_mode = text.split("/")
+    return Variant(staging, swap, pause, *train_mode or ["full"]), int(number or repeats)
+
+
+def _config(args: argparse.Namespace, folder: Path) -> Config:
+    num_gpus = 0 if args.placement == "cpu" else len(visible_gpus())
+    values: dict[str, Any] = {
+        "placement": args.placement,
+        "model_path": str(folder / "model"),
+        "fsdp_world_size": 1,
+        "tw_history_token_window": PROMPT_TOKENS + args.tokens + 16,
+        "vllm_max_num_seqs": max(64, args.requests),
+        "infer_stop": "",
+        "sync_bucket_mb": args.bucket_mb,
+        "sync_timeout_s": 60.0,
+        "enforce_eager": args.eager,
+    }
+    return resolve(Config.from_flat(values), num_gpus=num_gpus, log_dir=str(folder / "run"))
+
+
+class Bench:
+    """A run folder, its inference process, and this process as trainer rank 0."""
+
+    def __init__(self, args: argparse.Namespace, config: Config, plan: GpuPlan, base: dict[str, str]) -> None:
+        self._args, self._config = args, config
+        self.paths = RunPaths(Path(config.metrics.log_dir))
+        (self.paths.run_dir / "logs").mkdir(parents=True)
+        _write_folders(Path(config.model.model_path), self.paths.tokenizer, MODELS[args.model])
+        config.save(self.paths.args)
+        self._board = Board.create(self.paths.board)
+        self._table = HealthTable.create(self.paths.health, ["trainer/0", "inference/0", "rollout/0"])
+        self._popen = self._start(plan, base)
+        self._version = 0
+        self._pushes: list[tuple[Variant, float, Any]] = []
+        self._idle: list[tuple[Variant, float, float]] = []
+        # Dedicated: beside vLLM's start. On one GPU vLLM must have measured its memory first, on CPU they would share cores.
+        self._model = _build(config) if args.placement == "dedicated" else None
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._board.unlink()
+        self._table.unlink()
+        for file in self.paths.sockets.glob("*"):
+            file.unlink()
+        with suppress(FileNotFoundError):
+            self.paths.sockets.rmdir()
+
+    def measure(self, variant: Variant, repeats: int) -> None:
+        """Idle, then the pushes, all under load."""
+        config = self._config.replace(
+            sync_staging=variant.staging,
+            sync_swap=variant.swap,
+            sync_pause=variant.pause,
+            train_mode=variant.train_mode,
+            verify_sync=repeats + 2,  # the first, and the last after one warm-up and the repeats
+        )
+        config.save(self.paths.args)
+        with self._connected(config) as sync:
+            self._push(sync, trainable_only=False)  # verified
+            with _Load(self.paths, self._args):
+                time.sleep(1.0)
+                start = time.monotonic()
+                time.sleep(self._args.idle_s)
+                self._idle.append((variant, start, time.monotonic()))
+                for repeat in range(-1, repeats):
+                    at, report = self._push(sync, trainable_only=True)
+                    if repeat >= 0:
+                        self._pushes.append((variant, at, report))
+                    time.sleep(self._args.pause_between_s)
+                report = self._push(sync, trainable_only=True)[1]
+                assert report.verified
+        print(f"{variant.labels}: last push verified, {report}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _connected(self, config: Config) -> Iterator[Any]:
+        from accerl_mp.models.build import compute_dtype
+        from accerl_mp.trainer.probe import forced_logprobs
+        from accerl_mp.weight_sync.sender import WeightSync
+
+        health = Health("trainer/0", table=self._table, board=self._board, run_dir=self.paths.run_dir)
+        process = Process("trainer", 0, self.paths, config, health, self._board)
+        self._wait_for_engine()
+        if self._model is None:
+            self._model = _build(self._config)
+        model, device = self._model, next(self._model.parameters()).device
+        dtype = compute_dtype(config, device)
+        sync = WeightSync(
+            process, model, rank=0, world_size=1, dtype=dtype, forced_logprobs=lambda ids: forced_logprobs(model, ids, device)
+        )
+        try:
+            sync.connect()
+            yield sync
+        finally:
+            sync.close()
+
+    def _push(self, sync: Any, *, trainable_only: bool) -> tuple[float, Any]:
+        """(when it began, its report)."""
+        _change(self._model, sync._process.config.model.train_mode)
+        start = time.monotonic()
+        sync.start_push(self._version, trainable_only=trainable_only)
+        report = sync.finish_push()
+        self._version += 1
+        return start, report
+
+    def report(self, result: Result) -> None:
+        rows = np.load(self.paths.run_dir / TOKENS_FILE)
+        for variant, idle_start, idle_end in self._idle:
+            pushes = [(at, report) for other, at, report in self._pushes if other == variant]
+            if not pushes:
+                continue
+            _report(result, variant, rows, _between(rows, idle_start, idle_end), idle_end - idle_start, pushes)
+        best = [m for m in result._measures if m["name"].startswith("gap between tokens, longest")][:1]
+        if best and self._args.model == "qwen3-0.75b":
+            result.target("longest gap between tokens around a push, p50 in ms", best[0]["median"], at_most=5.0)
+            result.target("longest gap between tokens around a push, p95 in ms", best[0]["p95"], at_most=10.0)
+        if self._args.placement == "cpu" and (shares := [m for m in result._measures if m["name"] == "rate on the wire / idle"]):
+            result.target("generation on the wire, share of idle, staging on", shares[0]["median"], at_least=0.7)
+
+    def show_stacks(self) -> None:
+        """Of this process and of vLLM's, on stderr; the inference process writes its own into its log."""
+        faulthandler.dump_traceback(all_threads=True)
+        with suppress(ProcessLookupError):
+            for child in [self._popen.pid, *(c.pid for c in psutil.Process(self._popen.pid).children(recursive=True))]:
+                os.kill(child, signal.SIGUSR1)
+        time.sleep(1.0)
+        print(self.paths.log("inference", 0).read_text()[-6000:], file=sys.stderr, flush=True)
+
+    def stop(self) -> None:
+        """End the inference process and all below it: asked, then killed."""
+        self._popen.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(15)
+        with suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
+
+    def _start(self, plan: GpuPlan, base: dict[str, str]) -> subprocess.Popen:
+        sockets.make_folder(self.paths)
+        environment = role_environment("inference", 0, config=self._config, plan=plan, base=base) | vllm_sockets(self.paths)
+        environment |= {"ACCERL_PARENT_PID": str(os.getpid()), "PYTHONPATH": f"{ROOT}:{base.get('PYTHONPATH', '')}"}
+        command = [sys.executable, str(ROOT / "bench/tapped_inference.py"), "--run-dir", str(self.paths.run_dir), "--index", "0"]
+        return subprocess.Popen(command, env=environment, stdout=2, stderr=2, start_new_session=True)
+
+    def _wait_for_engine(self) -> None:
+        deadline = time.monotonic() + 300
+        while self._table.read(self._table.row_of("inference/0")).state != "running":
+            if self._popen.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"inference did not start:\n{self.paths.log('inference', 0).read_text()[-4000:]}")
+            time.sleep(0.05)
+
+
+class _Load(threading.Thread):
+    """Keeps requests in flight inside a with block, and sees that every reply is whole."""
+
+    def __init__(self, paths: RunPaths, args: argparse.Namespace) -> None:
+        super().__init__(daemon=True)
+        self._context = sockets.new_context()
+        self._socket = sockets.connect_dealer(self._context, paths, channels.REQUESTS, identity="rollout/0")
+        self._args, self._vocabulary = args, MODELS[args.model]["vocab_size"]
+        self._stopping = threading.Event()
+        self.error = ""
+
+    def __enter__(self) -> "_Load":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self.join()
+        self._context.destroy(linger=0)
+        if self.error:
+            raise SystemExit(f"a request went wrong: {self.error}")
+
+    def run(self) -> None:
+        random, waiting, number = np.random.default_rng(0), set[int](), 0
+        while not self._stopping.is_set() or waiting:
+            while len(waiting) < self._args.requests and not self._stopping.is_set():
+                number += 1
+                waiting.add(number)
+                self._send(number, random.integers(10, self._vocabulary, PROMPT_TOKENS, dtype=np.int32))
+            if not self._socket.poll(30_000):
+                self.error = "no reply within 30 s"
+                return
+            reply = channels.unpack("reply", self._socket.recv())
+            waiting.discard(reply["id"])
+            versions = np.frombuffer(reply["versions"], np.int32)
+            if reply["error"] or len(versions) * 4 != len(reply["ids"]) or (np.diff(versions) < 0).any():
+                self.error = str(reply["error"] or "versions do not fit")
+                return
+
+    def _send(self, number: int, prompt: np.ndarray) -> None:
+        request = {"id": number, "episode_id": 0, "prompt": prompt.tobytes(), "temperature": 1.0, "salt_version": -1}
+        self._socket.send(channels.pack("request", request | {"max_tokens": self._args.tokens}))
+
+
+def _report(result: Result, variant: Variant, rows: np.ndarray, idle: np.ndarray, idle_s: float, pushes: list[tuple[float, Any]]) -> None:
+    labels = variant.labels | {"swapped": pushes[0][1].path}
+    rate = idle[:, 1].sum() / idle_s
+    result.add("tokens/s without a push", rate, "1/s", "higher", **labels)
+    result.add("gap between tokens, ordinary", 1e3 * idle[:, 2], "ms", "lower", **labels)
+    gaps, shares, tokens = [], [], []
+    for at, report in pushes:
+        # Without staging it stands from before the first byte on.
+        wire_s = report.seconds - report.pause_s - report.load_s - report.resume_s if variant.staging == "on" else report.standstill_s
+        start = at if variant.staging == "on" else at + report.seconds - wire_s
+        wire = _between(rows, start, start + wire_s)
+        gaps.append(1e3 * _between(rows, at, at + report.seconds + 0.5)[:, 2].max())
+        shares.append(wire[:, 1].sum() / wire_s / rate)
+        tokens.append(_between(rows, at, at + report.seconds)[:, 1].sum())
+    result.add("gap between tokens, longest around a push", gaps, "ms", "lower", **labels)
+    result.add("rate on the wire / idle", shares, "", "higher", **labels)
+    result.add("tokens during a push", tokens, "", "higher", **labels)
+    phases = {"push": "seconds", "gather": "gather_s", "send": "send_s", "pause": "pause_s", "load": "load_s", "resume": "resume_s"}
+    for name, field in {**phases, "standstill": "standstill_s"}.items():
+        result.add(f"{name} time", [1e3 * getattr(report, field) for _, report in pushes], "ms", "lower", **labels)
+    result.add("size", [report.num_bytes / 2**20 for _, report in pushes], "MiB", **labels)
+    result.add("on the wire", [report.num_bytes / 1e9 / report.send_s for _, report in pushes], "GB/s", "higher", **labels)
+
+
+def _between(rows: np.ndarray, start: float, end: float) -> np.ndarray:
+    return rows[(rows[:, 0] >= start) & (rows[:, 0] < end)]
+
+
+def _write_folders(model: Path, tokenizer: Path, shape: dict[str, Any]) -> None:
+    """What an inference process reads: a config (its weights come by push) and the end-of-turn token."""
+    model.mkdir()
+    base = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "initializer_range": 0.05, "bos_token_id": 1, "eos_token_id": EOS}
+    (model / "config.json").write_text(json.dumps(base | {"tie_word_embeddings": True, "dtype": "float32"} | shape))
+    tokenizer.mkdir()
+    (tokenizer / "meta.json").write_text(json.dumps({"eos_token_ids": [EOS]}))
+
+
+def _build(config: Config) -> Any:
+    """Random float32 weights, as the trainer's masters, on its device."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device("cpu" if config.run.placement == "cpu" else "cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.model_path), dtype=torch.float32)
+    if config.run.placement == "cpu":
+        torch.set_num_threads(1)
+    return model.eval()
+
+
+def _change(model: Any, train_mode: str) -> None:
+    """As much as can be, cheaply: signs of rows. With last_layer only what that mode trains."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        is_last = f"layers.{model.config.num_hidden_layers - 1}." in name or "model.norm" in name or "lm_head" in name
+        parameter.requires_grad_(train_mode == "full" or is_last)
+        if parameter.requires_grad:
+            signs = torch.randint(0, 2, (len(parameter), *[1] * (parameter.dim() - 1)), device=parameter.device) * 2 - 1
+            with torch.no_grad():
+                parameter.mul_(signs)
+
+
+if __name__ == "__main__":
+    main()

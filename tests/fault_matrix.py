@@ -1,0 +1,183 @@
+"""The fault matrix: what can happen, when, what the run makes of it, and the test that shows it. The README's table comes from here.
+
+PYTHONPATH=. python -m tests.fault_matrix      prints that table
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.poisoned_games import KINDS
+
+REST, WORK = "at rest", "at work"
+MOMENTS = (REST, WORK)
+EVENTS = {"killed": "SIGKILL", "stopped": "SIGSTOP", "crashed": "SIGSEGV", "asked to leave": "SIGTERM"}
+ROLES = ("rollout", "ingest", "stats")
+VLLM = ("inference front", "inference core", "inference worker")
+
+_GOES_ON = "started again; no episode is lost or trained twice"
+_HANG = " (once it has stood still for `--hang-timeout-s`)"
+_VLLM_GOES_ON = "inference is started again, gets the current weights; open turns are asked again"
+
+
+@dataclass(frozen=True)
+class Cell:
+    who: str
+    event: str
+    moment: str
+    outcome: str
+    test: str
+    """File and function, with the id of the case in brackets."""
+    is_slow: bool = True
+    """Only with --full."""
+
+    @property
+    def case(self) -> str:
+        return f"{self.who} {self.event} {self.moment}"
+
+
+def _role_cells() -> list[Cell]:
+    """Of the light roles, in an order in which the same process is not hit twice in a row."""
+    default = {("rollout", "killed", WORK), ("ingest", "killed", WORK), ("stats", "killed", WORK), ("ingest", "stopped", WORK)}
+    return [
+        _cell(
+            "test_faults", "test_a_role", role, event, moment, _GOES_ON + _HANG * (event == "stopped"), (role, event, moment) not in default
+        )
+        for event in EVENTS
+        for moment in MOMENTS
+        for role in ROLES
+    ]
+
+
+def _vllm_cells() -> list[Cell]:
+    endings = {"killed": "", "stopped": _HANG, "asked to leave": ", after an orderly end"}
+    cases = [(who, event, moment) for event in ("killed", "stopped") for moment in MOMENTS for who in VLLM]
+    return [
+        _cell("test_faults_vllm", "test_vllm", who, event, moment, _VLLM_GOES_ON + endings[event], True)
+        for who, event, moment in [*cases, ("inference front", "asked to leave", WORK)]
+    ]
+
+
+def _game_cells() -> list[Cell]:
+    outcome = "set aside after three failures and named once; training goes on; uses up no restarts"
+    return [_cell("test_faults", "test_a_poisoned_game", "a game", kind, WORK, outcome, kind != "crashes") for kind in KINDS]
+
+
+def _cell(file: str, function: str, who: str, event: str, moment: str, outcome: str, is_slow: bool) -> Cell:
+    name = f"{who} {event} {moment}"
+    return Cell(who, event, moment, outcome, f"{file}.py::{function}[{name}]", is_slow)
+
+
+def _elsewhere(who: str, event: str, moment: str, outcome: str, test: str) -> Cell:
+    return Cell(who, event, moment, outcome, test, is_slow=False)
+
+
+_ENDS = "the run ends within 30 s and names it; nothing is left"
+_SUPERVISOR = "test_supervisor.py::"
+OTHERS = (
+    _elsewhere(
+        "trainer rank", "killed", WORK, _ENDS, _SUPERVISOR + "test_a_killed_rank_is_named_although_the_other_one_fails_because_of_it"
+    ),
+    _elsewhere("trainer rank", "fails", WORK, _ENDS, _SUPERVISOR + "test_a_failing_rank_is_the_first_failure_for_the_other_rank"),
+    _elsewhere(
+        "trainer rank",
+        "stopped",
+        REST,
+        _ENDS + _HANG,
+        _SUPERVISOR + "test_a_rank_that_stands_still_is_named_with_its_stacks_and_ends_the_run[stopped]",
+    ),
+    _elsewhere(
+        "trainer rank",
+        "never reaches the barrier",
+        WORK,
+        _ENDS + ", with all stacks (`--step-timeout-s`)",
+        _SUPERVISOR + "test_a_rank_that_stands_still_is_named_with_its_stacks_and_ends_the_run[stuck]",
+    ),
+    _elsewhere("trainer rank 0", "killed", REST, _ENDS, _SUPERVISOR + "test_after_kill_9_nothing_is_left[rank 0]"),
+    _elsewhere("supervisor", "killed", REST, _ENDS, _SUPERVISOR + "test_after_kill_9_nothing_is_left[supervisor]"),
+    _elsewhere(
+        "everything", "killed", REST, "the next start sweeps it", _SUPERVISOR + "test_what_a_killed_run_left_is_swept_by_the_next_start"
+    ),
+    _elsewhere("launch.sh", "killed", REST, "the run ends in order", _SUPERVISOR + "test_the_death_of_launch_sh_ends_the_run"),
+    _elsewhere(
+        "launch.sh",
+        "asked to leave",
+        WORK,
+        "the run ends in order",
+        "test_end_to_end.py::test_a_run_that_is_asked_to_end_ends_and_leaves_nothing",
+    ),
+    _elsewhere(
+        "a role",
+        "dies at once, three times",
+        WORK,
+        _ENDS,
+        _SUPERVISOR + "test_a_role_that_dies_at_once_three_times_ends_the_run_with_its_last_lines",
+    ),
+    _elsewhere("a role", "never gets ready", REST, _ENDS, _SUPERVISOR + "test_a_role_that_never_gets_ready_leaves_its_stacks_and_is_ended"),
+    _elsewhere(
+        "inference",
+        "killed",
+        REST,
+        _VLLM_GOES_ON,
+        "test_recovery.py::test_training_goes_on_when_vllm_is_killed_while_the_trainer_waits_for_samples",
+    ),
+    _elsewhere(
+        "inference",
+        "killed in a push",
+        WORK,
+        "the push begins again with its successor",
+        "test_recovery.py::test_a_push_whose_receiver_is_killed_begins_again_with_its_successor",
+    ),
+    _elsewhere(
+        "inference",
+        "accepts and never answers",
+        WORK,
+        "named with the flag at the deadline",
+        "test_waits.py::test_a_vllm_that_accepts_calls_and_never_answers_is_named_with_the_flag",
+    ),
+    _elsewhere(
+        "the disk", "full", WORK, "files are lost, training goes on", "test_faults.py::test_a_full_disk_costs_files_and_not_the_run"
+    ),
+    _elsewhere(
+        "/dev/shm",
+        "too small",
+        REST,
+        "refused with the size needed",
+        "test_config.py::test_a_small_dev_shm_is_refused_with_the_size_needed",
+    ),
+    _elsewhere("a second run", "beside it", WORK, "they do not touch each other", "test_faults.py::test_two_runs_side_by_side"),
+    _elsewhere("a stranger", "sends nonsense", WORK, "logged and dropped", "test_security.py::test_no_message_ends_ingest[0]"),
+)
+
+CELLS = (*_role_cells(), *_vllm_cells(), *_game_cells(), *OTHERS)
+
+
+def cells_of(test: str) -> list[Cell]:
+    """The cells that a parametrised test plays."""
+    return [cell for cell in CELLS if f"::{test}[" in cell.test]
+
+
+def markdown() -> str:
+    """A row for each outcome and test: every one of its processes meets every one of its events at every one of its moments."""
+    rows: dict[tuple[str, str], list[Cell]] = {}
+    for cell in CELLS:
+        has_own_case = cell.test.endswith(f"[{cell.case}]")
+        rows.setdefault((cell.outcome, cell.test.split("[")[0] if has_own_case else cell.test), []).append(cell)
+    lines = ["| who | what | when | outcome | test |", "| --- | --- | --- | --- | --- |"]
+    for (outcome, test), cells in rows.items():
+        who, what, when = (", ".join(dict.fromkeys(values)) for values in zip(*map(_shown, cells), strict=True))
+        lines.append(f"| {who} | {what} | {when} | {outcome} | `{test}` |")
+    num_default = sum(not cell.is_slow for cell in CELLS)
+    return "\n".join([*lines, "", f"{len(CELLS)} cells; {num_default} of them in the default tests, all with `--full`."])
+
+
+def _shown(cell: Cell) -> tuple[str, str, str]:
+    return cell.who, f"{cell.event} ({EVENTS[cell.event]})" if cell.event in EVENTS else cell.event, cell.moment
+
+
+def exists(cell: Cell, folder: Path) -> bool:
+    file, _, rest = cell.test.partition("::")
+    return f"def {rest.split('[')[0]}(" in (folder / file).read_text()
+
+
+if __name__ == "__main__":
+    print(markdown())

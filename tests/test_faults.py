@@ -1,0 +1,250 @@
+"""The fault matrix's light half: real rollouts, ingest, stats and supervisor, broken in every way at rest and at work."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from games_fixture import games_dir  # noqa: F401
+
+from accerl_mp.transport import ring_memory as at
+from accerl_mp.transport.ring import SharedRing
+from tests.fault_matrix import CELLS, EVENTS, REST, Cell, cells_of, exists, markdown
+from tests.light_run import LightRun
+from tests.poisoned_games import poison
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::Warning:jericho")]
+README = Path(__file__).parent.parent / "README.md"
+
+
+def marked(cells: list[Cell]) -> list[Any]:
+    return [pytest.param(cell, id=cell.case, marks=[pytest.mark.slow] if cell.is_slow else []) for cell in cells]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """In place of conftest's: the shared run lives on from test to test, with ever new processes. Every `finish` and `close` looks."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, games_dir: Path) -> Iterator[Callable[[], LightRun]]:  # noqa: F811
+    """One run for all cells, started anew if one of them ended it."""
+    runs: list[LightRun] = []
+
+    def live() -> LightRun:
+        if not runs or runs[-1].process.poll() is not None:
+            runs.append(LightRun(tmp_path_factory.mktemp("faults") / "run", games_dir))
+            runs[-1].wait_training()
+        return runs[-1]
+
+    yield live
+    try:
+        for run in runs:
+            if run.process.poll() is None:
+                run.finish()
+    finally:
+        for run in runs:
+            run.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., LightRun]]:
+    runs: list[LightRun] = []
+
+    def start_run(games: Path, **flags: Any) -> LightRun:
+        runs.append(LightRun(tmp_path / f"run {len(runs)}", games, **flags))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        run.close()
+
+
+@pytest.mark.parametrize("cell", marked(cells_of("test_a_role")))
+def test_a_role(shared: Callable[[], LightRun], cell: Cell) -> None:
+    run, name = shared(), f"{cell.who}/0"
+    run.wait_for(lambda: run.runs(name), f"{name} to run")
+    before = run.row(name)
+    with resting(run) if cell.moment == REST else contextlib.nullcontext():
+        if cell.moment != REST:
+            wait_for_work(run, cell.who)
+        os.kill(before.pid, getattr(signal, EVENTS[cell.event]))
+        run.wait_for(lambda: run.row(name).pid not in (0, before.pid) and run.runs(name), f"{name} to run again")
+    size = metrics_size(run)
+    run.wait_training(4)
+    run.wait_for(lambda: metrics_size(run) > size, "a line of metrics")
+    if cell.event == "stopped":
+        assert f"{name} has had no heartbeat for 6 s, it is stopped (SIGSTOP)" in run.terminal()
+
+
+@contextlib.contextmanager
+def resting(run: LightRun) -> Iterator[None]:
+    """The trainer takes nothing: the rings fill up, and then nobody has anything to do."""
+    pause = run.paths.run_dir / "pause"
+    pause.touch()
+    try:
+        ring = SharedRing.watch(run.paths.ring(0))
+        seen, since = -1, time.monotonic()
+
+        def is_quiet() -> bool:
+            nonlocal seen, since
+            now = int(ring.memory.writer[at.COMMITTED])
+            if now != seen or any(run.row(f"rollout/{index}").waits_for.startswith("inference/") for index in range(2)):
+                seen, since = now, time.monotonic()
+            return time.monotonic() - since > 0.3
+
+        run.wait_for(is_quiet, "everybody to rest")
+        ring.close()
+        yield
+    finally:
+        pause.unlink()
+
+
+def wait_for_work(run: LightRun, role: str) -> None:
+    """The moment at which this role is in the middle of something."""
+    if role == "rollout":
+        run.wait_for(lambda: run.row("rollout/0").waits_for.startswith("inference/"), "a turn that is open", every_s=0.001)
+    elif role == "stats":
+        size = metrics_size(run)
+        run.wait_for(lambda: metrics_size(run) > size, "a round's line", every_s=0.001)
+    else:
+        ring = SharedRing.watch(run.paths.ring(0))
+        committed = int(ring.memory.writer[at.COMMITTED])
+        run.wait_for(lambda: ring.memory.writer[at.COMMITTED] > committed, "a commit", every_s=0.0)
+        ring.close()
+
+
+def metrics_size(run: LightRun) -> int:
+    path = run.paths.run_dir / "metrics.jsonl"
+    return path.stat().st_size if path.exists() else 0
+
+
+@pytest.mark.parametrize("cell", marked(cells_of("test_a_poisoned_game")))
+def test_a_poisoned_game(start: Callable[..., LightRun], games_dir: Path, tmp_path: Path, cell: Cell) -> None:  # noqa: F811
+    games = tmp_path / "games"
+    shutil.copytree(games_dir, games)
+    bad = poison(games / "room-0.z8", games / "poisoned.z8", cell.event)
+    # A busy machine takes seconds to open a game: a short limit would blame the good ones, too.
+    run = start(games, max_restarts=0, env_step_timeout_s=8.0 if cell.event == "hangs" else 60.0)
+    run.wait_for(lambda: "set aside" in run.log("ingest"), "the game to be set aside", 120)
+    run.wait_training(10)
+    named = [line for line in run.terminal().splitlines() if bad.name in line and "set aside" in line]
+    assert len(named) == 1, run.terminal()
+    assert "failed 3 times in a row and is set aside, 3 games are left" in named[0]
+    run.finish()
+    books = json.loads((run.paths.run_dir / "books.json").read_text())
+    assert books["groups"]["set_aside"] >= 1
+    others = [line for line in run.terminal().splitlines() if bad.name in line and line not in named]
+    # A game that hangs is the reason of its process's end, once each time.
+    assert len(others) <= 3 * (cell.event == "hangs"), others
+
+
+@pytest.mark.slow
+def test_replies_that_name_no_command_are_trained_like_any_other(start: Callable[..., LightRun], games_dir: Path) -> None:  # noqa: F811
+    """Control tokens, half a character, ids that the tokenizer does not know: episodes end at the turn limit."""
+    run = start(games_dir, tw_max_episode_steps=2)
+    (run.paths.run_dir / "mute").touch()
+    run.wait_training(10)
+    run.finish()
+    assert "ERROR" not in run.terminal()
+
+
+def test_a_full_disk_costs_files_and_not_the_run(shared: Callable[[], LightRun]) -> None:
+    """Transcripts cannot be written: a file is in their folder's place (to fill a small tmpfs needs rights; tests/soak.py does)."""
+    run = shared()
+    folder, before = run.paths.run_dir / "episodes", run.row("rollout/0").num_restarts
+    run.wait_for(folder.exists, "transcripts")
+    shutil.rmtree(folder)
+    folder.write_text("no folder")
+    run.wait_training(4)
+    run.wait_for(lambda: "no transcript of group" in run.log("rollout"), "its words")
+    assert run.row("rollout/0").num_restarts == before, run.words()
+    folder.unlink()
+
+
+@pytest.mark.slow
+def test_two_runs_side_by_side(start: Callable[..., LightRun], games_dir: Path) -> None:  # noqa: F811
+    first, second = start(games_dir), start(games_dir)
+    first.wait_training(3)
+    second.wait_training(3)
+    first.finish()
+    second.wait_training(5)
+    assert all(second.row(name).num_restarts == 0 for name in second.table.names)
+    second.finish()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv is not there")
+def test_another_users_run_of_the_same_folder_name_is_not_touched(tmp_path: Path) -> None:
+    """As nobody: the socket folder has the user in its name, and shared files are his alone."""
+    code = (
+        "from pathlib import Path; from accerl_mp.topology import RunPaths; from accerl_mp.transport.board import Board\n"
+        "from accerl_mp.transport import sockets; import sys; paths = RunPaths(Path(sys.argv[1]))\n"
+        "Board.create(paths.board); sockets.make_folder(paths); print(paths.board, paths.sockets)"
+    )
+    open_folder = Path("/tmp") / f"accerl-nobody-{os.getpid()}"
+    open_folder.mkdir(mode=0o777)
+    command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", sys.executable, "-c", code, str(open_folder)]
+    environment = os.environ | {"PYTHONPATH": str(README.parent), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    open_folder.rmdir()
+    if "Permission denied" in done.stderr:
+        pytest.skip("nobody may not read this checkout or its Python")
+    assert done.returncode == 0, done.stderr
+    board, folder = map(Path, done.stdout.split())
+    try:
+        assert (board.stat().st_uid, board.stat().st_mode & 0o077) == (65534, 0)
+        assert "-65534-" in folder.name
+        assert folder.stat().st_mode & 0o077 == 0
+    finally:
+        board.unlink()
+        folder.rmdir()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a folder read-only")
+def test_a_read_only_checkout_in_a_path_with_spaces_prepares_a_run_elsewhere(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    checkout = tmp_path / "a read-only clone"
+    checkout.mkdir()
+    source = README.parent
+    mounts = [["mount", "--bind", str(source), str(checkout)], ["mount", "-o", "remount,bind,ro", str(checkout)]]
+    if any(subprocess.run(command, capture_output=True, check=False).returncode for command in mounts):
+        subprocess.run(["umount", str(checkout)], capture_output=True, check=False)
+        pytest.skip("no right to mount")
+    try:
+        assert not os.access(checkout, os.W_OK)
+        flags = ["--model-path", "accerl_mp/presets/demo_model", "--tw-game-dir", str(games_dir), "--log-dir", str(tmp_path / "a run")]
+        command = [sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", str(tmp_path / "answer"), "--", *flags]
+        environment = os.environ | {"PYTHONPATH": str(checkout), "CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "a run/args.json").exists()
+        run = LightRun(tmp_path / "light run", games_dir, root=checkout)
+        try:
+            run.wait_training(2)
+            run.finish()
+        finally:
+            run.close()
+    finally:
+        subprocess.run(["umount", str(checkout)], check=True)
+
+
+# The table
+
+
+def test_the_readmes_table_is_the_matrix() -> None:
+    assert markdown() in README.read_text(), "PYTHONPATH=. python -m tests.fault_matrix"
+
+
+def test_every_cell_names_a_test_that_is_there() -> None:
+    assert [cell.test for cell in CELLS if not exists(cell, Path(__file__).parent)] == []
+    assert len(CELLS) >= 40
+    assert len({cell.case for cell in CELLS}) == len(CELLS)

@@ -1,0 +1,74 @@
+"""The fault matrix's heavy half: vLLM's three processes are broken in a whole real run, while they work and while they rest."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from games_fixture import games_dir  # noqa: F401
+
+from tests.fault_matrix import EVENTS, REST, Cell, cells_of
+from tests.live_run import ROOT, LiveRun
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
+
+FLAGS = """
+--placement cpu --fsdp-world-size 1 --num-rollout-workers 2 --rollout-batch-size 4 --rl-algorithm grpo --keep-zero-std-groups
+--tw-max-episode-steps 4 --tw-history-token-window 1024 --max-length 1024 --infer-max-tokens 8
+--train-packing padded --batch-size 8 --grad-accum-steps 1 --max-policy-lag 1 --learning-rate 1e-5
+--sync-every-optimizer-steps 2 --max-steps 1000000 --max-restarts 1000 --hang-timeout-s 15 --sync-timeout-s 120
+"""
+PLACE = {"inference front": 0, "inference core": 1, "inference worker": 2}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    """In place of conftest's: the shared run lives on from test to test, with ever new processes; its end looks."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, games_dir: Path) -> Iterator[Callable[[], LiveRun]]:  # noqa: F811
+    """One run for all cells, started anew if one of them ended it."""
+    runs: list[LiveRun] = []
+    model = ["--model-path", str(ROOT / "accerl_mp/presets/demo_model"), "--tw-game-dir", str(games_dir)]
+
+    def live() -> LiveRun:
+        if not runs or runs[-1].process.poll() is not None:
+            runs.append(LiveRun(tmp_path_factory.mktemp("faults") / "a run", [*FLAGS.split(), *model]))
+            runs[-1].attach()
+            runs[-1].wait_training(1, 300)
+        return runs[-1]
+
+    yield live
+    try:
+        for run in runs:
+            if run.process.poll() is None:
+                assert run.stop() == 143, run.words()
+                assert run.left() == []
+                books = run.books()
+                assert (books["groups"]["imbalance"], books["samples"]["imbalance"]) == (0, 0), books
+    finally:
+        for run in runs:
+            run.close()
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.case) for cell in cells_of("test_vllm")])
+def test_vllm(shared: Callable[[], LiveRun], cell: Cell) -> None:
+    run = shared()
+    run.wait_for(lambda: run.runs("inference/0") and len(run.vllm_pids()) == 3, "vLLM to run")
+    run.wait_training(1)
+    before, version = run.row("inference/0"), run.board.get("policy_version")
+    run.wait_for(lambda: has_open_turns(run) != (cell.moment == REST), cell.moment, 60, every_s=0.001)
+    os.kill(run.vllm_pids()[PLACE[cell.who]], getattr(signal, EVENTS[cell.event]))
+    run.wait_for(lambda: run.row("inference/0").num_restarts > before.num_restarts, "a restart", 90)
+    run.wait_for(lambda: run.runs("inference/0"), "vLLM to run again", 180)
+    run.wait_training(3, 120)
+    assert run.row("inference/0").pid != before.pid
+    run.wait_for(lambda: run.board.get("policy_version") > version, "the next push", 120)
+    if cell.event == "stopped":
+        assert "--hang-timeout-s" in run.output.read_text()
+
+
+def has_open_turns(run: LiveRun) -> bool:
+    return any(run.row(f"rollout/{index}").waits_for.startswith("inference/") for index in range(2))

@@ -1,0 +1,261 @@
+"""Faults planted on the wire and after it, each named; salts; several inference processes; pushes by the hundred."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from engine_fixture import (
+    InferenceRun,
+    RequestClient,
+    client,  # noqa: F401
+    engine,  # noqa: F401
+    greedy_of,
+    logprobs_of,
+    start_inference,
+    wait_until,
+)
+from push_load import Load, logprobs_of_replies, prompt_of, push_under_load, train_only
+
+from accerl_mp.models.names import iter_weights, manifest
+from accerl_mp.weight_sync import sender
+from accerl_mp.weight_sync.layout import checksum, plan_layout
+from accerl_mp.weight_sync.outbox import Outbox
+from accerl_mp.weight_sync.protocol import SyncError, WrongWeights
+from accerl_mp.weight_sync.truth import compare_logprobs, compare_sums
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.mark.parametrize(
+    ("arrived", "problem"),
+    [
+        ({"weight": "1", "buffer": "2"}, None),
+        ({"weight": "1", "buffer": "3"}, "worker 1: tensor buffer arrived damaged"),
+        ({"weight": "1"}, "worker 1: tensor buffer arrived damaged"),
+        ({"weight": "9", "buffer": "9"}, "tensor weight and 1 more arrived damaged"),
+        ({"weight": "1", "buffer": "2", "other": "3"}, "tensors that were not sent"),
+    ],
+)
+def test_checksums_name_worker_and_tensor(arrived: dict[str, str], problem: str | None) -> None:
+    answers = [{"checksums": [{"weight": "1", "buffer": "2"}, arrived]}]
+    if problem is None:
+        compare_sums(3, {"weight": "1", "buffer": "2"}, answers)
+        return
+    with pytest.raises(WrongWeights, match=rf"push 3 at inference/0, {problem}" if problem.startswith("worker") else problem):
+        compare_sums(3, {"weight": "1", "buffer": "2"}, answers)
+
+
+@pytest.mark.parametrize("off", [0.02, float("nan")])
+def test_the_probe_names_the_process(off: float) -> None:
+    expected = np.zeros(8)
+    compare_logprobs(3, expected, [{"logprobs": [1e-5] * 8}], 1e-3)
+    with pytest.raises(WrongWeights, match="push 3: the probe of inference/1 is off"):
+        compare_logprobs(3, expected, [{"logprobs": [1e-5] * 8}, {"logprobs": [off] * 8}], 1e-3)
+
+
+def test_a_buffer_is_sent_and_summed() -> None:
+    """What `--verify-sync` compares holds buffers too, and a layer goes whole where a part of it trains."""
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)])
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.layers[1].weight.requires_grad_(True)
+    names = [name for name, _, _ in manifest(model, trainable_only=True, dtype=torch.float32)]
+    assert names == [f"layers.1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")]
+    sums = {name: checksum(tensor) for name, tensor in iter_weights(model, trainable_only=True, dtype=torch.float32)}
+    assert list(sums) == names
+    model.layers[1].running_mean += 1
+    assert sums["layers.1.running_mean"] != checksum(model.layers[1].running_mean)
+
+
+@pytest.fixture
+def mended(engine: InferenceRun) -> Iterator[None]:  # noqa: F811
+    """After a failed push: a new group, and the weights and version numbers that the tests after it count on."""
+    yield
+    version = engine.sync._version + 1
+    engine.sync.close()
+    engine.restore()
+    engine.connect()
+    engine.push(version)
+
+
+@pytest.fixture(autouse=True)
+def restored(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests share the engine: each leaves the weights that it has found."""
+    yield
+    if "engine" in request.fixturenames and "mended" not in request.fixturenames:
+        run: InferenceRun = request.getfixturevalue("engine")
+        run.restore()
+        run.push(run.sync._version + 1)
+
+
+Put = Callable[[Outbox, torch.Tensor], None]
+
+
+def _flipped(put: Put, outbox: Outbox, data: torch.Tensor) -> None:
+    damaged = data.clone()
+    damaged[5] ^= 4
+    put(outbox, damaged)
+
+
+def _skipped(put: Put, outbox: Outbox, data: torch.Tensor) -> None:
+    """Its room stays as the push before has left it."""
+    put(outbox, torch.zeros_like(data))
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("mended")
+@pytest.mark.parametrize("fault", [_flipped, _skipped])
+def test_damage_on_the_wire_is_named_by_its_tensor(
+    engine: InferenceRun,  # noqa: F811
+    client: RequestClient,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., None],
+) -> None:
+    slots, _ = plan_layout(manifest(engine.model, trainable_only=False, dtype=torch.float32))
+    victim = next(index for index, slot in enumerate(slots) if slot.name == "model.layers.1.mlp.up_proj.weight")
+    put, count = Outbox.put, iter(range(10_000))
+
+    def put_damaged(outbox: Outbox, data: torch.Tensor) -> None:
+        if next(count) == victim:
+            fault(put, outbox, data)
+        else:
+            put(outbox, data)
+
+    monkeypatch.setattr(Outbox, "put", put_damaged)
+    before = engine.sync._version
+    with pytest.raises(SyncError, match=r"inference/0, worker 0: tensor model\.layers\.1\.mlp\.up_proj\.weight arrived damaged"):
+        engine.push(before + 1)
+    assert set(client.ask(prompt_of(4711))["versions"].tolist()) == {before}, "nothing was loaded, and vLLM answers on"
+
+
+def _stale(name: str, tensor: torch.Tensor, old: dict[str, torch.Tensor]) -> torch.Tensor:
+    return old[name]
+
+
+def _transposed(name: str, tensor: torch.Tensor, old: dict[str, torch.Tensor]) -> torch.Tensor:
+    return tensor.T.reshape(tensor.shape) if name.endswith("layers.0.self_attn.o_proj.weight") else tensor
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("mended")
+@pytest.mark.parametrize("fault", [_stale, _transposed])
+def test_wrong_tensors_are_caught_by_the_probe(
+    engine: InferenceRun,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., torch.Tensor],
+) -> None:
+    old = {name: tensor.clone() for name, tensor in iter_weights(engine.model, trainable_only=False, dtype=torch.float32)}
+    train_only(engine.model, "layers.0.self_attn.v_proj")
+
+    def wrong(*arguments: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in iter_weights(*arguments, **options):
+            yield name, fault(name, tensor, old)
+
+    monkeypatch.setattr(sender, "iter_weights", wrong)
+    with pytest.raises(SyncError, match="the probe of inference/0 is off"):
+        engine.push(engine.sync._version + 1)
+
+
+@pytest.mark.vllm
+def test_the_salt_keeps_old_weights_out_of_new_episodes(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    """A prompt whose KV is cached, then a push. Without the version in the salt the second reply would be of both weights."""
+    prompt = prompt_of(77, 120)
+    old = client.ask(prompt, max_tokens=8)
+    train_only(engine.model, "layers")
+    engine.push(engine.sync._version + 1, trainable_only=True)
+    fresh, kept = client.ask(prompt, max_tokens=8), client.ask(prompt, max_tokens=8, salt_version=old["salt_version"])
+    distances = []
+    for reply in (fresh, kept):
+        ids = reply["ids"].tolist()
+        distances.append(np.abs(reply["logprobs"] - logprobs_of(engine.model, prompt + ids)[-len(ids) :]).max())
+    assert distances[0] < 2e-4, "a new episode sees the new weights alone"
+    assert distances[1] > 1e-2, "an open one keeps its KV: the price of --prefix-cache-scope episode"
+
+
+@pytest.mark.vllm
+def test_half_of_a_fused_layer_is_pushed_with_the_other_half(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    """q without k and v: vLLM has one tensor of the three, which a reload makes anew."""
+    train_only(engine.model, "layers.1.self_attn.q_proj")
+    report = engine.push(engine.sync._version + 1, trainable_only=True)
+    assert report.verified
+    prompt = prompt_of(78)
+    assert client.ask(prompt, max_tokens=12, temperature=0.0)["ids"].tolist() == greedy_of(engine.model, prompt, 12)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_hundred_pushes_lose_double_and_mislabel_no_token_and_leave_memory_flat(engine: InferenceRun) -> None:  # noqa: F811
+    push_under_load(engine, "model.norm", num_pushes=50)  # caches and pools fill up
+    before = _memory(engine)
+    push_under_load(engine, "model.norm", num_pushes=200)
+    grown = {name: (size - before[name]) / 2**20 for name, size in _memory(engine).items()}
+    assert max(grown.values()) < 48, f"MiB more after 200 pushes: {grown}"
+
+
+def _memory(run: InferenceRun) -> dict[str, int]:
+    """Resident bytes of vLLM's processes and of this one, which is the trainer here."""
+    processes = [psutil.Process(), psutil.Process(run.popen.pid), *psutil.Process(run.popen.pid).children(recursive=True)]
+    return {f"{process.pid} {process.name()}": process.memory_info().rss for process in processes}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_tied_head_that_is_not_packed_again_is_caught_by_the_probe(tmp_path: Path) -> None:
+    with start_inference(tmp_path, program=Path(__file__).parent / "faulty_inference.py") as run:
+        run.connect()
+        with pytest.raises(SyncError, match="the probe of inference/0 is off"):
+            run.push(0)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_push_reaches_two_inference_processes_at_one_version_and_outlives_one(tmp_path: Path) -> None:
+    with start_inference(tmp_path, infer_size=2, inference_start_timeout_s=240.0) as run:
+        run.connect()
+        run.push(0)
+        loads = [Load(run, num_in_flight=6, index=index) for index in range(2)]
+        weights = {0: {name: tensor.clone() for name, tensor in run.model.state_dict().items()}}
+        for version in (1, 2, 3):
+            time.sleep(0.3)
+            train_only(run.model, "model.norm")
+            weights[version] = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+            run.push(version, trainable_only=True)
+        for load in loads:
+            _check_replies(run, weights, *load.stop())
+        run.popens[1].kill()
+        run.popens[1].wait()
+        train_only(run.model, "model.norm")
+        run.popens[1] = run.start_process(1)
+        assert run.push(4, trainable_only=True).verified
+        for index in range(2):
+            client = RequestClient(run, index=index)
+            wait_until(lambda client=client: _is_right(run, client), 60)
+            client.close()
+
+
+def _is_right(run: InferenceRun, client: RequestClient) -> bool:  # noqa: F811
+    reply = client.ask(prompt_of(79), max_tokens=12, temperature=0.0)
+    assert set(reply["versions"].tolist()) == {4}
+    return reply["ids"].tolist() == greedy_of(run.model, prompt_of(79), 12)
+
+
+def _check_replies(
+    run: InferenceRun, weights: dict[int, dict[str, torch.Tensor]], prompts: dict[int, list[int]], replies: list[dict[str, Any]]
+) -> None:
+    kept = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    assert {version for reply in replies for version in reply["versions"].tolist()} >= {1, 2, 3}
+    for version, state in weights.items():
+        run.model.load_state_dict(state)
+        for reply, expected in logprobs_of_replies(run.model, prompts, [r for r in replies if version in r["versions"]]):
+            mine = reply["versions"] == version
+            np.testing.assert_allclose(reply["logprobs"][mine], expected[mine], atol=2e-4)
+    run.model.load_state_dict(kept)

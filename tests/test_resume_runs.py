@@ -1,0 +1,187 @@
+"""Whole runs (all but vLLM real: see fake_run.py) that are killed or lose a rank, and go on: no episode skipped or trained twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from games_fixture import games_dir  # noqa: F401
+
+from accerl_mp import recovery
+from accerl_mp.topology import RunPaths
+from accerl_mp.trainer.recording import load_step, recorded_shape
+from accerl_mp.transport.health import HealthTable
+from accerl_mp.transport.saved_ring import unpack_rank
+
+pytestmark = pytest.mark.timeout(400)
+ROOT = Path(__file__).parent.parent
+NUM_STEPS, STEP_SAMPLES, GROUP_SIZE = 12, 2 * 6, 4
+FLAGS = f"""
+--placement cpu --fsdp-world-size 2 --num-rollout-workers 2 --rollout-batch-size {GROUP_SIZE} --keep-zero-std-groups
+--tw-max-episode-steps 3 --tw-history-token-window 1024 --max-length 1024 --infer-max-tokens 8 --max-policy-lag 0
+--train-packing padded --batch-size 6 --grad-accum-steps 1 --sync-every-optimizer-steps 2 --max-steps {NUM_STEPS} --lr-warmup-steps 1
+--resume-every-rounds 1 --record-samples
+"""
+
+
+class Launched:
+    """`start` is what launch.sh does: prepare, then the launcher."""
+
+    def __init__(self, folder: Path, games: Path) -> None:
+        self.paths, self._games, self._output = RunPaths(folder / "run"), games, folder / "output.txt"
+        self.popen: subprocess.Popen | None = None
+
+    def start(self, *flags: str) -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        words = [*FLAGS.split(), "--model-path", str(ROOT / "accerl_mp/presets/demo_model"), "--tw-game-dir", str(self._games)]
+        words += ["--log-dir", str(self.paths.run_dir), *flags]
+        prepare = [sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", str(self._output.with_name("answer")), "--", *words]
+        run = [sys.executable, "-m", "tests.fake_run", "start", "--run-dir", str(self.paths.run_dir)]
+        with self._output.open("ab") as output:
+            subprocess.run(prepare, env=environment, stdout=output, stderr=output, timeout=120, check=True)
+            self.popen = subprocess.Popen(run, env=environment, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 200
+        while not condition():
+            assert self.popen.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.01)
+
+    def wait(self) -> int:
+        return self.popen.wait(200)
+
+    def kill_everything(self) -> None:
+        """Every process of the run at once, as a power cut does it: none sees another one's end."""
+        root = psutil.Process(self.popen.pid)
+        pids = {root.pid, *(process.pid for process in root.children(recursive=True))}
+        pids |= {row.pid for row in HealthTable.attach(self.paths.health).snapshot() if row.pid}
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in pids:
+                if psutil.pid_exists(pid):
+                    os.kill(pid, number)
+        self.popen.wait(20)
+        while any(_is_alive(pid) for pid in pids):
+            time.sleep(0.01)
+
+    def end(self) -> None:
+        """Whatever a failed test has left."""
+        if self.popen is not None and self.popen.poll() is None:
+            self.paths.stop.touch()
+            self.popen.wait(60)
+
+    def pid_of(self, name: str) -> int:
+        table = HealthTable.attach(self.paths.health)
+        return int(table.word(table.row_of(name), "pid"))
+
+    @property
+    def states(self) -> list[Path]:
+        return recovery.states_in(self.paths.resume)
+
+    @property
+    def text(self) -> str:
+        logs = sorted((self.paths.run_dir / "logs").glob("*.log"))
+        return self._output.read_text() + "".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in logs)
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.paths.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def run(tmp_path: Path, games_dir: Path) -> Iterator[Launched]:  # noqa: F811
+    launched = Launched(tmp_path, games_dir)
+    yield launched
+    launched.end()
+
+
+def check_episodes(run: Launched) -> None:
+    """What the final weights have learned from, step by step, and what is left in the rings: each episode once, none left out."""
+    folder = run.paths.samples
+    assert recorded_shape(folder) == (NUM_STEPS, 2)
+    steps = [load_step(folder, step, rank) for step in range(NUM_STEPS) for rank in range(2)]
+    trained = [sample.episode_id for step in steps for batch in step.micro_batches for sample in batch]
+    assert len(trained) == len(set(trained)) == NUM_STEPS * STEP_SAMPLES, "an episode was trained twice"
+    state, damaged = recovery.newest_whole(run.paths.resume)
+    assert state is not None
+    assert (state.step, damaged) == (NUM_STEPS, [])
+    groups = [group for rank in range(2) for group in unpack_rank(state.rank_file(rank))[1]]
+    left = [sample.episode_id for group in groups for sample in group.samples]
+    assert not set(left) & set(trained)
+    ledger = state.content["groups"]
+    done = {*range(ledger["low_water"]), *ledger["done_above"]}
+    episodes = {GROUP_SIZE * group + index for group in done for index in range(GROUP_SIZE)}
+    assert episodes == set(trained) | set(left), "an episode was skipped"
+    assert ledger["low_water"] * GROUP_SIZE > NUM_STEPS * STEP_SAMPLES - 10 * GROUP_SIZE, "none of the first ones is missing"
+
+
+def test_a_run_that_is_killed_whole_goes_on_without_losing_or_repeating_an_episode(run: Launched) -> None:
+    run.start()
+    run.wait_for(lambda: len(run.states) == 2)
+    run.kill_everything()
+    state, _ = recovery.newest_whole(run.paths.resume)
+    assert state is not None
+    assert 2 <= state.step < NUM_STEPS
+    announced = recovery.announced_in(run.paths.resume)
+    run.start("--resume", "auto")
+    assert run.wait() == 0, run.text
+    check_episodes(run)
+    start = recovery.Start.load(run.paths.resume)
+    assert Path(start.state).name == state.folder.name
+    assert start.first_version == announced + 1 > state.version, "no version means two policies"
+    assert f"goes on from {start.state}: optimizer step {state.step}" in run.paths.log("trainer", 0).read_text()
+    assert [line["step"] for line in run.metrics if "Train/Loss" in line][-1] == NUM_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_whose_trainer_rank_is_killed_starts_again_by_itself(run: Launched, rank: int) -> None:
+    run.start()
+    run.wait_for(lambda: len(run.states) >= 1)
+    os.kill(run.pid_of(f"trainer/{rank}"), signal.SIGKILL)
+    assert run.wait() == 0, run.text
+    assert "starts the run again (restart 1 of 1) from step-" in run.text
+    check_episodes(run)
+    assert [line["Run/TrainerRestarts"] for line in run.metrics if "Run/TrainerRestarts" in line][-1] == 1
+
+
+@pytest.mark.slow
+def test_a_trainer_that_dies_at_once_again_and_again_is_given_up(run: Launched) -> None:
+    run.start("--max-trainer-restarts", "3")
+    for _ in range(2):
+        run.wait_for(lambda: run.paths.health.exists() and _is_alive(run.pid_of("trainer/1")))
+        pid = run.pid_of("trainer/1")
+        os.kill(pid, signal.SIGKILL)
+        run.wait_for(lambda pid=pid: run.popen.poll() is not None or not run.paths.health.exists())
+    assert run.wait() == 1, run.text
+    assert "died again before a round was trained: it is not started again" in run.text
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_end_saves_everything_and_goes_on_with_one_rank(run: Launched) -> None:
+    run.start("--resume-every-rounds", "0", "--save-checkpoint")
+    run.wait_for(lambda: (run.paths.run_dir / "metrics.jsonl").exists() and any("Train/Loss" in line for line in run.metrics))
+    asked = time.monotonic()
+    run.paths.stop.touch()
+    assert run.wait() == 0, run.text
+    assert time.monotonic() - asked < 30
+    assert len(run.states) == 1
+    state = recovery.SavedState.open(run.states[0])
+    exported = json.loads((run.paths.run_dir / "checkpoints/latest/trainer_state.json").read_text())
+    assert exported["optimizer_step"] == state.step < NUM_STEPS
+    run.start("--resume", "auto", "--fsdp-world-size", "1")
+    assert run.wait() == 0, run.text
+    assert [line["step"] for line in run.metrics if "Train/Loss" in line][-1] == NUM_STEPS

@@ -1,0 +1,212 @@
+"""A ring's content through a saved state: nothing lost, nothing doubled, on the same and on other numbers of ranks."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sample_factory import assert_same
+from trainer_cases import Rig, config_for, made_sample
+
+from accerl_mp.ingest.balance import FlopsEstimate
+from accerl_mp.ingest.dealer import Dealer, Schedule
+from accerl_mp.ingest.restore import make_rings
+from accerl_mp.ingest.strikes import StrikesFile
+from accerl_mp.recovery import Start, low_water
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport.ring import RingReader, RingWriter, SharedRing
+from accerl_mp.transport.saved_ring import cut_ring, pack_rank
+
+CAPACITY = {"replay_capacity": 32, "replay_bytes": 4 << 20}
+
+
+class Rank:
+    """A ring with its two sides."""
+
+    def __init__(self, path: Path, *, evict_used: bool = False) -> None:
+        if not path.exists():
+            SharedRing.create(path, 32, 4 << 20)
+        self.writer: RingWriter = SharedRing.attach_writer(path, evict_used=evict_used)
+        self.reader: RingReader = SharedRing.attach_reader(path)
+        self._rng = np.random.default_rng(0)
+
+    def put(self, group_id: int, count: int = 4, *, version: int = 0) -> None:
+        group = [made_sample(self._rng, 2, group_id=group_id, episode_id=4 * group_id + index) for index in range(count)]
+        for sample in group:
+            sample.output_versions[:] = version
+        assert self.writer.try_put_group(group)
+
+    def release(self, group_id: int, count: int = 4) -> None:
+        """Train this many of a group's samples, once each."""
+        for record in [record for record in self.reader.ready() if record.group_id == group_id][:count]:
+            self.reader.mark_used(record)
+            self.reader.release(record, "trained")
+
+    def content(self) -> list[tuple[int, int, int, int, int, int]]:
+        return [(r.group_id, r.episode_id, r.uses, r.oldest_version, r.newest_version, r.group_size) for r in self.reader.ready()]
+
+    def close(self) -> None:
+        self.reader.close()
+        self.writer.close()
+
+
+def save(folder: Path, ranks: list[Rank], *, version: int = 5) -> Start:
+    """As `trainer.saving` does it, without a model."""
+    cuts = [cut_ring(rank.reader) for rank in ranks]
+    folder.mkdir()
+    for index, cut in enumerate(cuts):
+        (folder / f"rank-{index}.msgpack").write_bytes(pack_rank({"random": b""}, cut.groups))
+    next_number, done = max(cut.next_number for cut in cuts), {number for cut in cuts for number in cut.done}
+    low, above = low_water(next_number, done, first=0)
+    groups = {"next": next_number, "low_water": low, "done_above": above}
+    content = {"format": 1, "step": 1, "version": version, "num_ranks": len(ranks), "groups": groups, "strikes": None, "files": {}}
+    (folder / "state.json").write_text(json.dumps(content))
+    return Start(str(folder), first_version=version + 3)
+
+
+def restored(folder: Path, start: Start, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Rank]:
+    monkeypatch.setattr(RunPaths, "ring", lambda self, rank: self.run_dir / f"ring-{rank}")
+    (folder / "run").mkdir(exist_ok=True)
+    paths, config = RunPaths(folder / "run"), config_for(folder, fsdp_world_size=num_ranks, **(CAPACITY | options))
+    make_rings(paths, config, start, FlopsEstimate())
+    assert sorted(path.name for path in paths.run_dir.iterdir()) == [f"ring-{rank}" for rank in range(num_ranks)]
+    return [Rank(paths.ring(rank)) for rank in range(num_ranks)]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Rank]:
+    """Groups 0 to 7 dealt: 0 trained, 1 half trained, 2 without signal, 3 and 5 in the rings, 4 and 6 with rollouts, 7 in ring 1."""
+    ranks = [Rank(tmp_path / f"old-{index}") for index in range(2)]
+    ranks[0].put(0)
+    ranks[0].release(0)
+    ranks[0].put(1, version=2)
+    ranks[0].release(1, 2)
+    ranks[0].writer.remember_group(2)
+    ranks[1].put(3, version=4)
+    ranks[0].put(5, version=5)
+    ranks[1].put(7, version=5)
+    ranks[0].writer.next_number = 8
+    return ranks
+
+
+def test_a_cut_leaves_out_what_is_committed_after_it_began(two: list[Rank]) -> None:
+    cut = cut_ring(two[0].reader)
+    assert [group.group_id for group in cut.groups] == [1, 5]
+    assert sorted(cut.done) == [0, 1, 2, 5]
+    assert [group.is_started for group in cut.groups] == [True, False]
+    two[0].put(9)  # after the cut, and not yet noted as dealt
+    assert cut_ring(two[0].reader).next_number == 10, "a group that is done was dealt, whatever the note says"
+    for rank in two:
+        rank.close()
+
+
+def test_the_same_ranks_get_their_own_samples_back_with_uses_and_lags(
+    two: list[Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for record in two[1].reader.ready()[:4]:
+        two[1].reader.mark_used(record)
+    start = save(tmp_path / "state", two)
+    new = restored(tmp_path, start, 2, monkeypatch)
+    for before, after in zip(two, new, strict=True):
+        # Versions move on by 3: the next push is 8 with the weights of 5, so lags are what they were.
+        assert after.content() == [(g, e, uses, oldest + 3, newest + 3, size) for g, e, uses, oldest, newest, size in before.content()]
+        for one, other in zip(before.reader.ready(), after.reader.ready(), strict=True):
+            assert_same(after.reader.read(other), before.reader.read(one))  # type: ignore[arg-type]
+    assert new[0].writer.next_number == 8
+    done = set().union(*(rank.writer.recent_group_ids for rank in new))
+    assert done == {0, 1, 2, 3, 5, 7}
+    dealer = Dealer.resume(Schedule(0, 5, 4), 1, next_number=8, done=done, window=2048)
+    assert dealer.orphans == {4, 6}, "what rollouts had is dealt again, nothing else"
+    for rank in two + new:
+        rank.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_other_numbers_of_ranks_share_whole_groups(
+    num_ranks: int, two: list[Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [entry for rank in two for entry in rank.content()]
+    new = restored(tmp_path, save(tmp_path / "state", two), num_ranks, monkeypatch)
+    assert sorted(entry[1] for rank in new for entry in rank.content()) == sorted(entry[1] for entry in before)
+    homes = [{entry[0] for entry in rank.content()} for rank in new]
+    assert sum(len(groups) for groups in homes) == 4, "each group in one ring"
+    assert all(homes)
+    for rank in two + new:
+        rank.close()
+
+
+def test_what_finds_no_room_is_dealt_again_unless_it_was_begun(two: list[Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = restored(tmp_path, save(tmp_path / "state", two), 1, monkeypatch, replay_capacity=7)
+    assert {entry[0] for entry in new[0].content()} == {1, 3}, "the half trained group first, then what fits"
+    done = new[0].writer.recent_group_ids
+    assert done == {0, 1, 2, 3}
+    assert Dealer.resume(Schedule(0, 5, 4), 1, next_number=8, done=done, window=2048).orphans == {4, 5, 6, 7}
+    for rank in [*two, *new]:
+        rank.close()
+
+
+def test_an_ingest_killed_while_it_restores_leaves_its_successor_the_same(
+    two: list[Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One ring has its name already, the other is half filled."""
+    start = save(tmp_path / "state", two)
+    first = restored(tmp_path, start, 2, monkeypatch)
+    expected = [rank.content() for rank in first]
+    for rank in first:
+        rank.close()
+    os.rename(tmp_path / "run/ring-1", tmp_path / "run/ring-1.restored")
+    second = restored(tmp_path, start, 2, monkeypatch)
+    assert [rank.content() for rank in second] == expected
+    for rank in two + second:
+        rank.close()
+
+
+def test_a_chosen_pack_is_chosen_again(tmp_path: Path) -> None:
+    rig, other = (Rig(make(tmp_path / name), replay_order="uniform") for name in ("a", "b"))
+    for _ in range(7):
+        assert rig.put()
+        assert other.put()
+    rig.train()
+    taken = rig.replay.try_take(0)
+    state = rig.replay.state(taken)
+    assert other.replay.restore(state, has_started=True) is None, "its ring begins with other records"
+    kept = {(record.group_id, record.episode_id) for record in rig.reader.ready()}
+    for record in other.reader.ready():
+        if (record.group_id, record.episode_id) not in kept:
+            other.reader.release(record, "trained")
+    again = other.replay.restore(state, has_started=True)
+    assert again is not None
+    names = [[(sample.group_id, sample.episode_id) for sample in batch] for batch in taken.micro_batches]
+    assert [[(sample.group_id, sample.episode_id) for sample in batch] for batch in again.micro_batches] == names
+    rig.replay.commit(taken, 0)
+    other.replay.commit(again, 0)
+    assert rig.train() == other.train(), "the random order goes on"
+    rig.close()
+    other.close()
+
+
+def make(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def test_strikes_outlive_ingest_and_a_skipped_game_is_not_dealt_again(tmp_path: Path) -> None:
+    schedule = Schedule(seed=0, num_games=3, group_size=1)
+    dealer = Dealer(schedule, 1)
+    file = StrikesFile(tmp_path / "strikes.json", dealer, Start())
+    bad = schedule.game_of(0)
+    for _ in range(3):
+        deal = dealer.next_deal(0, 1, may_train=True)
+        while deal is not None and deal.game_id != bad:
+            dealer.finish(deal.group_id)
+            deal = dealer.next_deal(0, 1, may_train=True)
+        dealer.fail(deal.group_id, "broken")
+    assert dealer.set_aside == {bad}
+    file.save_if_changed()
+    done = {number for number in range(9) if schedule.game_of(number) != bad}
+    successor = Dealer.resume(schedule, 1, next_number=9, done=done, window=2048)
+    StrikesFile(tmp_path / "strikes.json", successor, Start())
+    assert successor.set_aside == {bad}
+    assert successor.orphans == set()

@@ -1,0 +1,81 @@
+"""What tools print: bars on terminals, plain lines elsewhere, NO_COLOR, and libraries' talk in the log."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pexpect
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COLOUR = re.compile(r"\x1b\[[\d;]*[3-9]\d[\d;]*m")
+CODE = """
+import sys, time
+from accerl_mp.tools.terminal import Terminal
+terminal = Terminal()
+with terminal.progress("playing", 3) as advance:
+    for _ in range(3):
+        advance()
+        time.sleep(0.15)
+terminal.table("title", ["", "win rate"], [["all [games]", "0.5 [0, 1]"]])
+"""
+QUIET = """
+import os, subprocess, sys
+from pathlib import Path
+from accerl_mp.tools.terminal import Terminal, quiet
+terminal = Terminal()
+with quiet(Path(sys.argv[1]), terminal):
+    print("a library talks")
+    subprocess.run(["echo", "its child talks"])
+    terminal.say("ours")
+    if sys.argv[2] == "fail":
+        raise RuntimeError("no memory")
+print("afterwards")
+"""
+
+
+def on_terminal(**variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")} | {"PYTHONPATH": str(ROOT)}
+    child = pexpect.spawn(sys.executable, ["-c", CODE], env=environment | variables, encoding="utf-8", timeout=60, dimensions=(30, 100))
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0, child.before
+    return child.before
+
+
+def piped(code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    return subprocess.run([sys.executable, "-c", code, *words], env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_terminal_gets_a_bar_in_colour_and_no_color_takes_the_colour() -> None:
+    coloured = on_terminal(TERM="xterm-256color")
+    assert "3/3" in coloured
+    assert COLOUR.search(coloured)
+    plain = on_terminal(TERM="xterm-256color", NO_COLOR="1")
+    assert "3/3" in plain
+    assert not COLOUR.search(plain)
+
+
+def test_a_pipe_gets_lines_without_control_characters() -> None:
+    done = piped(CODE)
+    assert re.search(r"^playing: 3 of 3 in \d+ s\n\Z", done.stderr, re.M)
+    assert "0.5 [0, 1]" in done.stdout
+    assert "all [games]" in done.stdout, "brackets are text, not markup"
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("mode", ["work", "fail"])
+def test_what_libraries_print_is_in_the_log_and_its_end_is_shown_when_they_fail(mode: str, tmp_path: Path) -> None:
+    done = piped(QUIET, str(tmp_path / "logs/play.log"), mode)
+    log = (tmp_path / "logs/play.log").read_text()
+    assert "a library talks" in log
+    assert "its child talks" in log
+    assert "ours\n" in done.stderr
+    if mode == "work":
+        assert (done.returncode, done.stdout, done.stderr) == (0, "afterwards\n", "ours\n")
+    else:
+        assert done.returncode == 1
+        assert "    its child talks" in done.stderr

@@ -1,0 +1,200 @@
+"""No wait without an end: what the source calls, and what becomes of waits whose other side never comes."""
+
+import ast
+import asyncio
+import itertools
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accerl_mp.config import Config
+from accerl_mp.inference.pulse import watch_pulse
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport import sockets
+from accerl_mp.transport.errors import DeadlineExpired
+from accerl_mp.transport.health import Health, HealthTable
+from accerl_mp.weight_sync.replicas import Replicas
+
+PACKAGE = Path(__file__).parent.parent / "accerl_mp"
+
+WITHOUT_LIMIT = {
+    # Named waits with no deadline of their own (timeout_s=0), each with what ends it.
+    ("ingest/loop.py", "waiting"): "idle turns of 0.2 s; a run that starves ends at the trainer's --replay-sample-timeout-seconds",
+    ("stats/__main__.py", "waiting"): "idle turns of 1 s: nobody waits for stats",
+    ("inference/server.py", "waiting"): "looks round four times a second; the trainer's --inference-start-timeout-s is the limit",
+    ("trainer/ranks.py", "waiting"): "a collective that a rank never reaches: the supervisor names it (--step-timeout-s)",
+    ("weight_sync/patience.py", "waiting"): "its loop ends after 10 s",
+    # Calls that block without a timeout.
+    ("rollout/client.py", "recv"): "a coroutine: cancelled when any other part of the process ends",
+    ("rollout/work.py", "recv"): "the same",
+    ("inference/server.py", "recv_multipart"): "the same; nobody may have anything to ask",
+    ("inference/front.py", "wait"): "the rollout's --request-timeout-s ends it",
+    ("inference/engine.py", "get"): "the same, or the engine's death, or `pulse.py`",
+    ("transport/channels.py", "recv"): "after a poll, and with DONTWAIT",
+    ("transport/sockets.py", "recv_multipart"): "after a poll that says that there is something",
+    ("weight_sync/replicas.py", "recv"): "after a poll that says that there is something",
+    ("weight_sync/outbox.py", "get"): "a side thread: the main thread's wait has --sync-timeout-s, and closes the queue",
+    ("weight_sync/group.py", "wait"): "side threads: the group's own timeout, or abort()",
+    ("weight_sync/sender.py", "wait"): "after is_completed()",
+    ("transport/process.py", "join"): "the heartbeat looks every second",
+    ("launcher/rank.py", "waitpid"): "after SIGKILL",
+    ("debugging.py", "flock"): "another debugger has the terminal: a person is at it",
+    ("tools/sft.py", "wait"): "ranks that were asked to end; a tool, Ctrl+C ends it",
+}
+"""(module, call): why it may. Anything else needs a limit."""
+
+_SOCKETS_AND_QUEUES = {
+    "recv",
+    "recv_multipart",
+    "recv_string",
+    "recv_json",
+    "join",
+    "wait",
+    "get",
+    "acquire",
+    "waitpid",
+    "flock",
+    "communicate",
+}
+
+
+def endless_calls() -> Iterator[tuple[str, str, int]]:
+    """(module, call, line) of calls that could wait for ever."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and is_endless(node, node.func.attr):
+                yield module, node.func.attr, node.lineno
+
+
+def is_endless(call: ast.Call, name: str) -> bool:
+    options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name == "waiting":
+        # With a subject alone it is a LoopTimer's, which measures.
+        limit = options.get("timeout_s", ast.unparse(call.args[1]) if len(call.args) > 1 else "measured")
+        return limit in ("0", "0.0")
+    if name in ("join", "get", "wait", "acquire"):
+        # `", ".join(words)`, `mapping.get(key)` and `event.wait(seconds)` have an argument.
+        return not call.args and not options
+    if name == "waitpid":
+        return "WNOHANG" not in ast.unparse(call)
+    if name == "flock":
+        return "LOCK_NB" not in ast.unparse(call) and "LOCK_UN" not in ast.unparse(call)
+    if name == "communicate":
+        return "timeout" not in options
+    return name in _SOCKETS_AND_QUEUES
+
+
+def test_every_call_that_could_wait_for_ever_is_known_and_has_a_reason() -> None:
+    found = {(module, name): line for module, name, line in endless_calls()}
+    unknown = {f"accerl_mp/{module}:{line}: {name}" for (module, name), line in found.items() if (module, name) not in WITHOUT_LIMIT}
+    assert not unknown, f"without a limit, and without a reason in WITHOUT_LIMIT: {sorted(unknown)}"
+    assert not WITHOUT_LIMIT.keys() - found.keys(), "reasons for what is no more"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("socket.recv()", True),
+        ("thread.join()", True),
+        ("', '.join(words)", False),
+        ("thread.join(timeout=5)", False),
+        ("queue.get()", True),
+        ("names.get('a')", False),
+        ("health.waiting('x', 0)", True),
+        ("health.waiting('x', timeout_s=0)", True),
+        ("health.waiting('x', timeout_s=limit_s)", False),
+        ("os.waitpid(pid, 0)", True),
+        ("os.waitpid(pid, os.WNOHANG)", False),
+        ("event.wait()", True),
+    ],
+)
+def test_the_scan_knows_an_endless_call_when_it_sees_one(source: str, expected: bool) -> None:
+    call = ast.parse(source).body[0].value  # type: ignore[attr-defined]
+    assert is_endless(call, call.func.attr) is expected
+
+
+def test_the_libraries_limits_are_longer_than_ours() -> None:
+    """So that ours speak first, and name who waited for whom."""
+    from accerl_mp.trainer.ranks import COLLECTIVE_TIMEOUT
+
+    config = Config()
+    assert config.metrics.hang_timeout_s < config.metrics.step_timeout_s < COLLECTIVE_TIMEOUT.total_seconds()
+    assert config.metrics.hang_timeout_s < config.sync.sync_timeout_s, "a stuck vLLM is started again before a push gives up"
+
+
+# The other side never comes
+
+
+def test_a_vllm_that_accepts_calls_and_never_answers_is_named_with_the_flag(tmp_path: Path) -> None:
+    paths, context = RunPaths(tmp_path), sockets.new_context()
+    router = sockets.bind_router(context, paths, "control", 0)
+    table = HealthTable.detached(["trainer/0", "inference/0"])
+    health = Health("trainer/0", table=table, board=Health.detached().board)
+    replicas = Replicas(paths, health, 1)
+    with pytest.raises(DeadlineExpired) as caught:
+        replicas.call("status", timeout_s=0.5, flag="--sync-timeout-s")
+    expected = r"trainer/0 waited \d+ s for inference/0 to answer 'status'; --sync-timeout-s sets this limit"
+    assert re.fullmatch(expected, str(caught.value))
+    assert router.poll(1000), "it did accept the call"
+    replicas.close()
+    context.destroy(linger=0)
+    paths.sockets.joinpath("control-0").unlink()
+    paths.sockets.rmdir()
+
+
+class DeafEngine:
+    """vLLM's front lives, its loop answers `num_answers` times and then no more."""
+
+    def __init__(self, num_answers: int) -> None:
+        self.num_asked, self._num_answers = 0, num_answers
+
+    async def call_workers(self, method: str, *_args: Any) -> list[Any]:
+        assert method == "check_health"
+        self.num_asked += 1
+        if self.num_asked > self._num_answers:
+            await asyncio.sleep(3600)
+        return [None]
+
+
+def test_a_vllm_whose_loop_has_stopped_ends_its_process_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accerl_mp.inference.pulse._EVERY_S", 0.01)
+    health, engine = Health.detached("inference/0"), DeafEngine(3)
+    with pytest.raises(DeadlineExpired, match=r"inference/0 waited \d+ s for vLLM's loop and workers to answer; --hang-timeout-s"):
+        asyncio.run(watch_pulse(engine, health, timeout_s=0.5))  # type: ignore[arg-type]
+    assert engine.num_asked == 4
+
+
+def test_a_wait_that_is_looked_at_counts_as_moving() -> None:
+    health = Health.detached("rollout/0")
+    before = health.table.snapshot()[0].num_ticks
+    with health.waiting("anything", 10) as wait:
+        for _ in range(3):
+            wait.check()
+    assert health.table.snapshot()[0].num_ticks == before + 3
+
+
+def test_every_named_wait_of_the_source_says_what_it_waits_for() -> None:
+    """`waiting("")` would be shown as no wait at all."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "waiting":
+                assert node.args, f"{path}:{node.lineno}"
+                assert ast.unparse(node.args[0]) not in ("''", '""'), f"{path}:{node.lineno}"
+
+
+def test_warnings_come_at_30_seconds_and_double_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    health, clock = Health.detached(), itertools.count(1000.0, 7.0)
+    monkeypatch.setattr(health.table, "clock", lambda: next(clock))
+    started = time.monotonic()
+    with health.waiting("a peer", 0) as wait:
+        for _ in range(200):
+            wait.check()
+    assert time.monotonic() - started < 60
+    assert 4 <= len(caplog.records) <= 7
