@@ -7,6 +7,7 @@ Only who deals the games is left out. Used by bench/transport.py.
 
 import multiprocessing as mp
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,7 +33,9 @@ _TIMEOUT_S = 120.0
 
 
 class Played:
-    """Takes the place of ingest's dealer: nothing was dealt, so nothing has to be taken off its books."""
+    """Takes the place of ingest's dealer: every group counts as dealt, and nothing has to be taken off its books."""
+
+    next_number = sys.maxsize
 
     def finish(self, group_id: int) -> None:
         pass
@@ -62,10 +65,13 @@ def run(stream: Stream) -> dict[str, Any]:
                 "trainer": spent.get(processes[1].pid, 0.0),
                 "rollouts": sum(spent.get(process.pid, 0.0) for process in processes[2:]),
             }
-        finally:
             stop.set()
             for process in processes:
                 process.join(_TIMEOUT_S)
+        finally:
+            for process in processes:
+                process.kill()  # which has ended, unless something went wrong
+                process.join()
         return measured
 
 
