@@ -126,7 +126,7 @@ def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier) -> None:
 def _send(socket: zmq.Socket, group: list[RLSample]) -> None:
     """As rollout/work.py does, without records of episodes."""
     header = {"op": "group", "group_id": group[0].group_id, "kind": "train", "eval_id": -1, "outcome": "samples", "episodes": []}
-    socket.send_multipart([channels.pack("played", header), *codec.encode_samples(group)])
+    socket.send_multipart([channels.pack("played", header), *codec.encode_samples(group)], copy=False)
 
 
 def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:
