@@ -77,7 +77,8 @@ class Generation:
         sockets.make_folder(paths)
         self._metrics = MetricsReceiver(paths)
         self._processes = {name: self._start(role, index) for role in _STARTED for index, name in enumerate(self._roles[role].names)}
-        self.episodes: list[list[RLSample]] = []
+        self.samples: list[RLSample] = []
+        """The latest that were read, for their prompts."""
 
     def _start(self, role: str, index: int) -> subprocess.Popen[bytes]:
         command = [*self._roles[role].command, "--run-dir", str(self._paths.run_dir), "--index", str(index)]
@@ -127,18 +128,12 @@ class Generation:
             totals[f"{tag} count"] = totals.get(f"{tag} count", 0.0) + count
 
     def _drain(self) -> None:
-        """Read and release, and keep what was read: `samples` of whole episodes, for their prompts."""
+        """Read and release: rollouts never wait for room."""
         for record in self._reader.ready():
             sample = self._reader.read(record)
             self._reader.release(record, "trained")
-            if sample is not None and len(self.samples) < 2048:
-                self.samples.append(sample)
-
-    @property
-    def samples(self) -> list[RLSample]:
-        if not self.episodes:
-            self.episodes.append([])
-        return self.episodes[0]
+            if sample is not None:
+                self.samples = [*self.samples[-511:], sample]
 
     def _signal(self, number: signal.Signals) -> None:
         for name, process in self._processes.items():
@@ -177,6 +172,7 @@ def generation(model: Path, **settings: Any) -> Iterator[Generation]:
     folder = Path(tempfile.mkdtemp(prefix="accerl-bench-"))
     paths = RunPaths(folder / "run")
     (paths.run_dir / "logs").mkdir(parents=True)
+    paths.tokenizer.mkdir()
     config = generation_config(model, paths.run_dir, **settings)
     config.save(paths.args)
     if problems := export_tokenizer(config.model, paths.tokenizer):

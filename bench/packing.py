@@ -9,7 +9,7 @@ less than the mean, and no plan is cheaper than sorting the lengths once; the la
     reference   a pool of 64 is drained to the last sample before it is filled again; of it, by decreasing size what fits
 
 Balance: every pack is a collective, so ranks wait for the slowest at each. `even` is the mean over the maximum of the ranks' FLOPs,
-summed over packs; ours gives a group to the rank with the least FLOPs waiting, the reference to worker % ranks.
+summed over packs; ours gives a group to the rank that ingest would choose, the reference to worker % ranks.
 """
 
 import sys
@@ -85,12 +85,15 @@ PACKERS: dict[str, Packer] = {"ours": ours, "ffd": ffd, "sequential": sequential
 
 
 def deal_ours(groups: list[list[int]], estimate: FlopsEstimate) -> list[list[int]]:
-    """Each group to the rank with the least FLOPs waiting; ranks train at the same pace, so what was given so far decides."""
-    given, flops = [[] for _ in range(RANKS)], [0.0] * RANKS
+    """As ingest does; ranks train at the same pace, so what was given so far stands for what waits."""
+    given: list[list[int]] = [[] for _ in range(RANKS)]
+    flops = [0.0] * RANKS
     for group in groups:
-        rank = order_ranks([RankLoad(rank, flops[rank], 0) for rank in range(RANKS)])[0]
+        lengths = np.array(group)
+        loads = [RankLoad(rank, sum(given[rank]), flops[rank], num_missing=0) for rank in range(RANKS)]
+        rank = order_ranks(loads, estimate, lengths)[0]
         given[rank] += group
-        flops[rank] += estimate.of(np.array(group))
+        flops[rank] += estimate.of(lengths)
     return given
 
 

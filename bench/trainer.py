@@ -15,12 +15,10 @@ the same processes; a step's memory is what it needs at its peak beside what sta
 """
 
 import ctypes
-import dataclasses
 import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -71,7 +69,7 @@ class Work:
 
     folder: str
     settings: list[str]
-    budget: int
+    budgets: list[int]
     packs: int
     lengths: str
     repeats: int
@@ -82,19 +80,22 @@ class Work:
 
 
 class Rig:
-    """One setting on one rank: its own model and optimizer. `step` is collective."""
+    """One setting on one rank: its own model and optimizer, for packs of any size. `use` and `step` are collective."""
 
-    def __init__(self, name: str, work: Work, ranks: Ranks, micro_batches: list[list[RLSample]]) -> None:
-        self._ranks, self._micro_batches = ranks, micro_batches
-        self._memory = Memory(ranks.device)
+    def __init__(self, name: str, work: Work, ranks: Ranks) -> None:
+        self._ranks, self._memory = ranks, Memory(ranks.device)
         with self._memory.measured() as grown:
             self._config = config_of(name, work)
             self.model, unsharded = build_sharded(self._config, ranks, compute_dtype(self._config, ranks.device))
             self._stepper = Stepper(self.model, self._config, ranks, unsharded=unsharded)
         self.num_steps = 0
         self.rest_bytes = grown.rest
+
+    def use(self, micro_batches: list[list[RLSample]]) -> None:
+        """The packs of the steps to come."""
+        self._micro_batches = micro_batches
         samples = [sample for batch in micro_batches for sample in batch]
-        self._totals = LocalTotals(*ranks.sums(LocalTotals.of(samples).numbers()))
+        self._totals = LocalTotals(*self._ranks.sums(LocalTotals.of(samples).numbers()))
 
     def step(self) -> tuple[float, int]:
         """(seconds of the slowest rank, bytes at the peak beside what stood before)."""
@@ -159,8 +160,8 @@ def config_of(name: str, work: Work) -> Config:
         "model_path": work.folder,
         "placement": "dedicated" if work.on_gpu else "cpu",
         "fsdp_world_size": work.ranks,
-        "max_length": work.budget,
-        "train_token_budget": work.budget,
+        "max_length": max(work.budgets),
+        "train_token_budget": max(work.budgets),
         "batch_size": 4096,
         "grad_accum_steps": work.packs,
         "lr_warmup_steps": 0,
@@ -168,14 +169,14 @@ def config_of(name: str, work: Work) -> Config:
     return resolve(Config.from_flat(values | BASE | SETTINGS[name]), num_gpus=torch.cuda.device_count(), log_dir="unused")
 
 
-def make_packs(work: Work, vocab_size: int, rank: int) -> list[list[RLSample]]:
+def make_packs(work: Work, budget: int, vocab_size: int, rank: int) -> list[list[RLSample]]:
     """A step's packs as the trainer chooses them, from recorded lengths."""
     rng = np.random.default_rng([0, rank])
     shapes, drawn = draw_shapes(rng, work.lengths), []
     while True:
         drawn += [next(shapes) for _ in range(64)]
         lengths = [shape.num_tokens for shape in drawn]
-        packs = choose_packs(lengths, num_packs=work.packs, token_budget=work.budget, max_samples=4096, pool_size=64 + work.budget // 200)
+        packs = choose_packs(lengths, num_packs=work.packs, token_budget=budget, max_samples=4096, pool_size=64 + budget // 200)
         if packs is not None:
             return [[make_sample(rng, drawn[index], vocab_size=vocab_size) for index in pack] for pack in packs]
 
@@ -226,29 +227,50 @@ def run_rank(rank: int, work: Work, port: int, answer: str) -> None:
         ranks.leave()
 
 
-def measure(work: Work, ranks: Ranks) -> dict[str, Any]:
-    """All settings on one pack size, alternating. Collective."""
+def measure(work: Work, ranks: Ranks) -> list[dict[str, Any]]:
+    """All settings alternating, one pack size after the other. Collective. Ends before the first size that does not fit."""
     vocab_size = json.loads((Path(work.folder) / "config.json").read_text())["vocab_size"]
-    packs = make_packs(work, vocab_size, ranks.rank)
-    rigs = {name: Rig(name, work, ranks, packs) for name in work.settings}
-    started = time.perf_counter()
+    limit = ranks.sums([matmul_flops(ranks.device)])[0]
+    rigs = {name: Rig(name, work, ranks) for name in work.settings}
+    measured: list[dict[str, Any]] = []
+    for budget in work.budgets:
+        try:
+            found = measure_budget(work, budget, ranks, rigs, make_packs(work, budget, vocab_size, ranks.rank))
+        except torch.OutOfMemoryError as error:
+            say(ranks, f"packs of {budget} tokens do not fit: {str(error).splitlines()[0]}")
+            break
+        measured.append(found | {"budget": budget, "limit_flops": limit})
+        for name, seconds in found["seconds"].items():
+            say(
+                ranks,
+                f"{budget} {name}: {1000 * np.median(seconds) / work.packs:.0f} ms a pack, {found['flops'][name] / 1e12:.0f} TFLOP a step",
+            )
+    if work.profile and work.ranks == 1:
+        profile(next(iter(rigs.values())).step, Path(work.profile), ranks.device)
+    return measured
+
+
+def measure_budget(work: Work, budget: int, ranks: Ranks, rigs: dict[str, Rig], packs: list[list[RLSample]]) -> dict[str, Any]:
+    for rig in rigs.values():
+        rig.use(packs)
     steps = alternate({name: rig.step for name, rig in rigs.items()}, repeats=work.repeats, warmup=work.warmup)
     samples = [sample for batch in packs for sample in batch]
-    shape = ranks.sums([sum(map(len, samples)), sum(sample.num_trained for sample in samples), len(samples)])
     flops = {name: ranks.sums([step_flops(rig.model, packs, only_trained=only_trained(name))])[0] for name, rig in rigs.items()}
-    if work.profile and ranks.rank == 0 and work.ranks == 1:
-        profile(next(iter(rigs.values())).step, Path(work.profile), ranks.device)
     return {
-        "limit_flops": ranks.sums([matmul_flops(ranks.device)])[0],
         "device": torch.cuda.get_device_name() if work.on_gpu else "cpu",
-        "shape": shape,
+        "shape": ranks.sums([sum(map(len, samples)), sum(sample.num_trained for sample in samples), len(samples)]),
         "flops": flops,
         "seconds": {name: [seconds for seconds, _ in values] for name, values in steps.items()},
         "peak": {name: max(peak for _, peak in values) for name, values in steps.items()},
         "rest": {name: rig.rest_bytes for name, rig in rigs.items()},
-        "utilization": float(np.mean([sum(map(len, pack)) for pack in packs])) / work.budget,
-        "wall": time.perf_counter() - started,
+        "utilization": float(np.mean([sum(map(len, pack)) for pack in packs])) / budget,
     }
+
+
+def say(ranks: Ranks, text: str) -> None:
+    """What is known already, should the run be cut short."""
+    if ranks.rank == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def only_trained(name: str) -> bool:
@@ -268,11 +290,14 @@ def profile(step: Callable[[], Any], folder: Path, device: torch.device) -> None
     print(profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=80), file=sys.stderr)
 
 
-def run_ranks(work: Work, temporary: Path) -> dict[str, Any]:
-    """Start the ranks, each a process of its own, and give what rank 0 measured."""
+def run_ranks(work: Work, temporary: Path) -> list[dict[str, Any]]:
+    """What rank 0 measured. One rank runs in this process, several in new ones."""
     answer = temporary / "answer.json"
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(run_rank, (work, store.port, str(answer)), nprocs=work.ranks)
+    if work.ranks == 1:
+        run_rank(0, work, 0, str(answer))
+    else:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        mp.spawn(run_rank, (work, store.port, str(answer)), nprocs=work.ranks)
     return json.loads(answer.read_text())
 
 
@@ -280,7 +305,8 @@ def report(result: Result, work: Work, measured: dict[str, Any]) -> None:
     tokens, trained, num_samples = measured["shape"]
     on_card = [peak for part, peak in PEAK_FLOPS.items() if part in measured["device"]]
     peak_flops = on_card[0] * work.ranks if on_card else measured["limit_flops"]
-    place = {"budget": work.budget, "ranks": work.ranks}
+    budget = measured["budget"]
+    place = {"budget": budget, "ranks": work.ranks}
     result.add("plain matmul", measured["limit_flops"] / 1e12, "TFLOP/s", "higher", **place)
     for name, seconds in measured["seconds"].items():
         labels = place | {"setting": name}
@@ -291,11 +317,9 @@ def report(result: Result, work: Work, measured: dict[str, Any]) -> None:
         result.add("memory, weights and optimizer", measured["rest"][name] / 2**20, "MiB", "lower", **labels)
     for fast, slow in COMPARED:
         if fast in measured["seconds"] and slow in measured["seconds"]:
-            result.ratio(
-                f"tokens/s {fast} / {slow}, {work.budget}, {work.ranks} ranks", *(measured["seconds"][side] for side in (slow, fast))
-            )
+            result.ratio(f"tokens/s {fast} / {slow}, {budget}, {work.ranks} ranks", *(measured["seconds"][side] for side in (slow, fast)))
     result.note(
-        f"{work.packs} packs a rank and step, {work.ranks} ranks, budget {work.budget}: {num_samples:.0f} samples, {tokens:.0f} tokens, "
+        f"{work.packs} packs a rank and step, {work.ranks} ranks, budget {budget}: {num_samples:.0f} samples, {tokens:.0f} tokens, "
         f"{trained:.0f} of them trained, packs {100 * measured['utilization']:.1f} % full; {measured['device']}"
     )
 
@@ -324,14 +348,13 @@ def main() -> None:
     result = Result("trainer", args)
     with tempfile.TemporaryDirectory() as temporary:
         folder = model_folder(args.model, Path(temporary))
-        work = Work(
-            folder=str(folder), settings=default_settings(args, on_gpu), budget=0, packs=args.packs, lengths=args.lengths,
-            repeats=args.repeats, warmup=args.warmup, on_gpu=on_gpu, ranks=1, profile=args.profile,
-        )  # fmt: skip
         for num_ranks in args.ranks:
-            for budget in args.budgets:
-                one = dataclasses.replace(work, budget=budget, ranks=num_ranks)
-                report(result, one, run_ranks(one, Path(temporary)))
+            work = Work(
+                folder=str(folder), settings=default_settings(args, on_gpu), budgets=args.budgets, packs=args.packs, lengths=args.lengths,
+                repeats=args.repeats, warmup=args.warmup, on_gpu=on_gpu, ranks=num_ranks, profile=args.profile,
+            )  # fmt: skip
+            for measured in run_ranks(work, Path(temporary)):
+                report(result, work, measured)
     result.finish()
 
 

@@ -51,16 +51,19 @@ def make_sides(vs: str | None, stack: ExitStack, result: Result) -> dict[str, Si
     return sides
 
 
-def measure_throughput(result: Result, sides: dict[str, Side], stream: Stream, repeats: int) -> None:
+def measure_throughput(result: Result, sides: dict[str, Side], stream: Stream, repeats: int, *, warmup: int) -> None:
     """All sides, as fast as it goes."""
     labels = {"tokens": stream.num_tokens, "workers": stream.num_workers}
     size_bytes = sample_size_bytes(make_groups(stream, 0)[0][0])
-    runs = alternate({name: lambda side=side: side(stream) for name, side in sides.items()}, repeats=repeats, warmup=1)
+    runs = alternate({name: lambda side=side: side(stream) for name, side in sides.items()}, repeats=repeats, warmup=warmup)
     rates = {name: [run["num_samples"] / run["seconds"] for run in values] for name, values in runs.items()}
     for name, values in runs.items():
         result.add("samples", rates[name], "samples/s", "higher", side=name, **labels)
         result.add("bytes", [rate * size_bytes / 1e6 for rate in rates[name]], "MB/s", "higher", side=name, **labels)
         result.add("CPU time", [1e6 * run["cpu_s"] / run["num_samples"] for run in values], "us/sample", "lower", side=name, **labels)
+        for role in values[0].get("cpu_by_role", ()):
+            spent = [1e6 * run["cpu_by_role"][role] / run["num_samples"] for run in values]
+            result.add(f"CPU time of {role}", spent, "us/sample", "lower", side=name, **labels)
         if "drawn_per_s" in values[0]:
             drawn = [run["drawn_per_s"] for run in values]
             result.add("samples drawn again and again", drawn, "samples/s", "higher", side=name, **labels)
@@ -142,6 +145,7 @@ def main() -> None:
     args = parse(parser)
     if args.quick:
         args.tokens, args.workers, args.repeats = args.tokens[:1], args.workers[-1:], 1
+    latency_s = 0.7 if args.quick else LATENCY_S
     result = Result("transport", args)
     with ExitStack() as stack:
         sides = make_sides(args.vs, stack, result)
@@ -150,8 +154,8 @@ def main() -> None:
                 per_round = 8 * num_workers
                 count = SAMPLES_AT_500 * 500 // num_tokens // (8 if args.quick else 1)
                 fast = Stream(num_tokens, num_workers, max(4, count // per_round) * per_round)
-                measure_throughput(result, sides, fast, args.repeats)
-                slow = max(1, round(args.rate * LATENCY_S / per_round)) * per_round
+                measure_throughput(result, sides, fast, args.repeats, warmup=0 if args.quick else 1)
+                slow = max(1, round(args.rate * latency_s / per_round)) * per_round
                 measure_latency(result, sides, dataclasses.replace(fast, num_samples=slow, rate=args.rate), args.repeats)
     result.finish()
 

@@ -116,7 +116,10 @@ class Clock:
         self._before = _cpu_of_children()
 
     def cpu_seconds(self) -> float:
-        return sum(seconds - self._before.get(pid, 0.0) for pid, seconds in _cpu_of_children().items())
+        return sum(self.by_pid().values())
+
+    def by_pid(self) -> dict[int, float]:
+        return {pid: seconds - self._before.get(pid, 0.0) for pid, seconds in _cpu_of_children().items()}
 
 
 def _cpu_of_children() -> dict[int, float]:

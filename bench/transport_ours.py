@@ -7,6 +7,7 @@ Only who deals the games is left out. Used by bench/transport.py.
 
 import multiprocessing as mp
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,7 +33,9 @@ _TIMEOUT_S = 120.0
 
 
 class Played:
-    """Takes the place of ingest's dealer: nothing was dealt, so nothing has to be taken off its books."""
+    """Takes the place of ingest's dealer: every group counts as dealt, and nothing has to be taken off its books."""
+
+    next_number = sys.maxsize
 
     def finish(self, group_id: int) -> None:
         pass
@@ -54,13 +57,31 @@ def run(stream: Stream) -> dict[str, Any]:
         try:
             ready.wait(_TIMEOUT_S)
             clock.start()
-            measured = answers.get()
-            measured["cpu_s"] = clock.cpu_seconds()
-        finally:
+            measured = _answer(answers, processes)
+            spent = clock.by_pid()
+            measured["cpu_s"] = sum(spent.values())
+            measured["cpu_by_role"] = {
+                "ingest": spent.get(processes[0].pid, 0.0),
+                "trainer": spent.get(processes[1].pid, 0.0),
+                "rollouts": sum(spent.get(process.pid, 0.0) for process in processes[2:]),
+            }
             stop.set()
             for process in processes:
                 process.join(_TIMEOUT_S)
+        finally:
+            for process in processes:
+                process.kill()  # which has ended, unless something went wrong
+                process.join()
         return measured
+
+
+def _answer(answers: Any, processes: list[Any]) -> dict[str, Any]:
+    """The trainer's. RuntimeError if a process has died, which says why on stderr."""
+    while answers.empty():
+        if any(process.exitcode not in (None, 0) for process in processes):
+            raise RuntimeError("a process of the stream has died")
+        time.sleep(0.05)
+    return answers.get()
 
 
 @contextmanager
@@ -105,7 +126,7 @@ def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier) -> None:
 def _send(socket: zmq.Socket, group: list[RLSample]) -> None:
     """As rollout/work.py does, without records of episodes."""
     header = {"op": "group", "group_id": group[0].group_id, "kind": "train", "eval_id": -1, "outcome": "samples", "episodes": []}
-    socket.send_multipart([channels.pack("played", header), *codec.encode_samples(group)])
+    socket.send_multipart([channels.pack("played", header), *codec.encode_samples(group)], copy=False)
 
 
 def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:

@@ -41,8 +41,9 @@ def named(result: dict[str, Any], name: str, **labels: object) -> list[dict[str,
     return [one for one in result["measures"] if one["name"] == name and labels.items() <= one["labels"].items()]
 
 
+@pytest.mark.timeout(260)
 def test_packing_runs_and_plots_and_compares_with_itself(tmp_path: Path) -> None:
-    result = run_bench("packing", tmp_path / "packing.json")
+    result = run_bench("packing", tmp_path / "packing.json", "--samples", 400, timeout_s=120)
     for one in result["measures"]:
         assert not one["unit"].startswith("%") or 0 < one["median"] <= 100, one
     assert run_script("bench/compare.py", tmp_path / "packing.json", tmp_path / "packing.json").count("WORSE") == 0
@@ -50,8 +51,9 @@ def test_packing_runs_and_plots_and_compares_with_itself(tmp_path: Path) -> None
     assert (tmp_path / "packing.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.timeout(260)
 def test_transport_runs_and_leaves_nothing(tmp_path: Path) -> None:
-    result = run_bench("transport", tmp_path / "transport.json")
+    result = run_bench("transport", tmp_path / "transport.json", "--workers", 2, timeout_s=240)
     rate, size = named(result, "samples")[0], named(result, "bytes")[0]
     assert size["median"] > rate["median"] * 500 * 25 / 1e6, "a token takes at least 25 bytes"
     assert named(result, "limit: memcpy, one core")[0]["median"] > 0

@@ -82,7 +82,7 @@ class WorkClient:
                 await asyncio.sleep(_POLL_S / 10)
         self._sent[group_id] = _Sent(frames)
         self._playing.discard(group_id)
-        await self._samples.send_multipart(frames)
+        await self._samples.send_multipart(frames, copy=False)
 
     async def fail(self, deal: Deal, reason: str) -> None:
         """A group that cannot be played: ingest gives the game a strike and deals the group again."""
@@ -127,7 +127,7 @@ class WorkClient:
             for sent in list(self._sent.values()):
                 if now - sent.sent_at >= RESEND_S:
                     sent.sent_at = now
-                    await self._samples.send_multipart(sent.frames)
+                    await self._samples.send_multipart(sent.frames, copy=False)
             await asyncio.sleep(_POLL_S / 10)
 
 
