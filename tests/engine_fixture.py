@@ -127,7 +127,7 @@ class InferenceRun:
         environment = os.environ | {
             "ACCERL_PARENT_PID": str(os.getpid()),
             "PYTHONPATH": f"{Path(__file__).parent.parent}:{Path(__file__).parent}",
-            "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_RPC_BASE_PATH": str(sockets.make_folder(self.paths)),

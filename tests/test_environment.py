@@ -46,7 +46,7 @@ def test_vllms_own_sockets_and_processes_belong_to_the_run(tmp_path: Path) -> No
     paths = RunPaths(tmp_path)
     assert vllm_sockets(paths) == {"VLLM_RPC_BASE_PATH": str(paths.sockets)}
     environment = role_environment("inference", 0, config=config_of(), plan=gpu_plan(config_of()), base={})
-    assert environment["VLLM_WORKER_MULTIPROCESSING_METHOD"] == "spawn"
+    assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert environment["VLLM_HOST_IP"] == "127.0.0.1"
 
 

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def launch(*words: str, cwd: Path = ROOT, script: Path = ROOT / "launch.sh", **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PATH": os.environ["PATH"]} | variables
+    inherited = {name: value for name, value in os.environ.items() if name != "ACCERL_PYTHON"}
+    environment = inherited | variables
     return subprocess.run(["bash", str(script), *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
 

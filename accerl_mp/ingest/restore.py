@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accerl_mp.config import Config
-from accerl_mp.ingest.balance import FlopsEstimate, order_ranks
+from accerl_mp.ingest.balance import FlopsEstimate
 from accerl_mp.ingest.rings import Rings
 from accerl_mp.recovery import SavedState, Start
 from accerl_mp.topology import RunPaths
@@ -75,7 +75,7 @@ def _fill(files: Sequence[Path], config: Config, saved: SavedState, num_versions
 
 def _put(rings: Rings, own: int | None, group: SavedGroup) -> bool:
     """Into its own rank's ring if the number of ranks is the same, else (or if that is full) where the least work waits."""
-    order = order_ranks(rings.loads())
+    order = rings.order(group.samples)
     if own is not None:
         order = [own, *(rank for rank in order if rank != own)]
     versions = list(zip(group.oldest, group.newest, strict=True))

@@ -71,9 +71,10 @@ class Rings:
 
     def try_put(self, samples: Sequence[RLSample], bodies: Sequence[Body] | None = None) -> bool:
         """Give the group whole to the rank that needs it most and has room. False: no rank has. `bodies` as `try_put_group` takes them."""
-        return any(self.writers[rank].try_put_group(samples, bodies) for rank in self._order(samples))
+        return any(self.writers[rank].try_put_group(samples, bodies) for rank in self.order(samples))
 
-    def _order(self, samples: Sequence[RLSample]) -> list[int]:
+    def order(self, samples: Sequence[RLSample]) -> list[int]:
+        """Ranks in the order in which a group is offered."""
         if len(self.writers) == 1:
             return [0]
         loads, lengths = self.loads(), np.array([len(sample) for sample in samples])

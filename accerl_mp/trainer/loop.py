@@ -21,7 +21,7 @@ from accerl_mp.trainer.probe import forced_logprobs
 from accerl_mp.trainer.random_state import random_state, set_random_state
 from accerl_mp.trainer.ranks import Ranks, limit_memory, prepare_torch, wait_for_engine
 from accerl_mp.trainer.recording import RecordedStep, Recorder
-from accerl_mp.trainer.replay import Replay, StepSamples
+from accerl_mp.trainer.replay import Replay, StepSamples, attach_ring
 from accerl_mp.trainer.saving import Content, Saver
 from accerl_mp.trainer.sharded import Reference, build_sharded
 from accerl_mp.trainer.state import Progress, copied, load_tensors, tensors_of
@@ -31,12 +31,10 @@ from accerl_mp.trainer.witness import Witness
 from accerl_mp.transport.channels import MetricsSender
 from accerl_mp.transport.errors import Closed
 from accerl_mp.transport.process import Process
-from accerl_mp.transport.ring import RingReader, SharedRing
 from accerl_mp.transport.saved_ring import rank_fields
 from accerl_mp.weight_sync.sender import WeightSync
 
 _REPLAY_FLAG = "--replay-sample-timeout-seconds"
-_RING_TIMEOUT_S = 300.0
 _STOP_SHOWS_S = 1.0
 
 _log = logging.getLogger(__name__)
@@ -392,13 +390,3 @@ class Trainer:
         state = trainer_state(self._config, optimizer_step=self._step, round_number=self._round, policy_version=self._version)
         with self._timer.phase("export"):
             export(self._model, folder, self._config, dtype=self._dtype, rank=self._ranks.rank, state=state)
-
-
-def attach_ring(process: Process, rank: int) -> RingReader:
-    """waits for      ingest to make the ring, at most 5 minutes"""
-    path = process.paths.ring(rank)
-    with process.health.waiting(f"ingest/0 to make ring/{rank}", timeout_s=_RING_TIMEOUT_S) as wait:
-        while not path.exists():
-            wait.check()
-            time.sleep(0.05)
-    return SharedRing.attach_reader(path)

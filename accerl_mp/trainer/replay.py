@@ -17,8 +17,11 @@ import numpy as np
 from accerl_mp.algorithms.packing import choose_packs
 from accerl_mp.config import Config, largest_group, sample_bytes_bound
 from accerl_mp.samples import RLSample, SampleError
-from accerl_mp.transport.ring import ReadySample, RingReader
+from accerl_mp.transport.process import Process
+from accerl_mp.transport.ring import ReadySample, RingReader, SharedRing
 from accerl_mp.transport.saved_ring import RingCut, cut_ring
+
+_RING_TIMEOUT_S = 300.0
 
 _log = logging.getLogger(__name__)
 
@@ -248,3 +251,13 @@ class Replay:
             raise SampleError("algorithm", algorithm, sample.algorithm)
         if len(sample) > max_length:
             raise SampleError("input_ids", f"at most {max_length} tokens (--max-length)", len(sample))
+
+
+def attach_ring(process: Process, rank: int) -> RingReader:
+    """waits for      ingest to make the ring, at most 5 minutes"""
+    path = process.paths.ring(rank)
+    with process.health.waiting(f"ingest/0 to make ring/{rank}", timeout_s=_RING_TIMEOUT_S) as wait:
+        while not path.exists():
+            wait.check()
+            time.sleep(0.05)
+    return SharedRing.attach_reader(path)
