@@ -78,6 +78,13 @@ def test_forcing_varlen_without_a_gpu_is_refused_and_auto_falls_back(tmp_path: P
         attention.choose("varlen", **(on_gpu | {"dtype": torch.float32}))
 
 
+def test_transformers_takes_no_attention_of_ours_for_a_kernel_of_its_own() -> None:
+    """A name with "flash" in it sends it looking for such a package when a model is built."""
+    assert not any("flash" in name for name in (attention.SEGMENTS, attention.VARLEN, attention.FLASH2))
+    attention.register()
+    build_empty(tiny.build_tiny().config, attention=attention.FLASH2)
+
+
 def test_parameters_start_on_meta_and_buffers_are_real() -> None:
     hf_config = tiny.build_tiny().config
     attention.register()

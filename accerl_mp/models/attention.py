@@ -4,7 +4,7 @@ Three functions behind Transformers' attention interface, chosen by name in the 
 
     accerl_segments   PyTorch SDPA, one causal call a sample; any device and dtype
     accerl_varlen     PyTorch's varlen kernel (FlashAttention), one call a pack; GPU, bfloat16 or float16
-    accerl_flash2     the flash-attn package's kernel, likewise (Transformers' own way to it is compiled anew for every layer)
+    accerl_fa2        the flash-attn package's kernel, likewise (Transformers' own way to it is compiled anew for every layer)
 
 None has a mask function, so Transformers builds no mask: a [T, T] mask of a pack costs 3.3 times the time. Without segments
 all are plain causal attention over the rows of a batch: padding on the right needs no mask, since no token looks right.
@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 SEGMENTS = "accerl_segments"
 VARLEN = "accerl_varlen"
-FLASH2 = "accerl_flash2"
+FLASH2 = "accerl_fa2"  # without "flash", or Transformers looks for a kernel of that name
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments by which a model asks for attention that neither function computes (Gemma 2's soft cap, GPT-OSS's sinks, T5's bias)."""
 
