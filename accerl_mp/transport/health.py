@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,10 +195,8 @@ class HealthTable:
         for row in range(self.num_rows):
             pid = int(self.word(row, "pid"))
             if pid and self.text(row, "name") in names and pid != os.getpid():
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGUSR1)
-                except ProcessLookupError:
-                    continue
 
     def close(self) -> None:
         self._ints.release()
