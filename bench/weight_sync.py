@@ -61,6 +61,8 @@ EOS = 2
 TOKENS_FILE = "tokens.npy"
 """[N, 3] float64 in the run folder: when a step's outputs were made (time.monotonic), their tokens, the longest gap of a request."""
 PROMPT_TOKENS = 48
+_AFTER_S = 0.05
+"""A swap's effect on generation shows within this time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -349,13 +351,19 @@ def _report(result: Result, variant: Variant, rows: np.ndarray, idle: np.ndarray
     rate = idle[:, 1].sum() / idle_s
     result.add("tokens/s without a push", rate, "1/s", "higher", **labels)
     result.add("gap between tokens, ordinary", 1e3 * idle[:: 1 + len(idle) // 400, 2], "ms", "lower", **labels)
+    # New prompts and ended replies make long steps without any push: what windows of the same length hold otherwise.
+    width, windows = _AFTER_S + 0.01, []
+    for start in np.arange(idle[0, 0], idle[-1, 0] - width, width):
+        windows.append(1e3 * _between(idle, start, start + width)[:, 2].max(initial=0.0))
+    result.add("gap between tokens, longest in as much time without a push", windows, "ms", "lower", **labels)
     gaps, shares, tokens = [], [], []
     for at, report in pushes:
         # Without staging it stands from before the first byte on.
         wire_s = report.seconds - report.pause_s - report.load_s - report.resume_s if variant.staging == "on" else report.standstill_s
         start = at if variant.staging == "on" else at + report.seconds - wire_s
         wire = _between(rows, start, start + wire_s)
-        gaps.append(1e3 * _between(rows, at, at + report.seconds + 0.5)[:, 2].max())
+        swap_at = at + report.seconds - (report.pause_s + report.load_s + report.resume_s if variant.staging == "on" else wire_s)
+        gaps.append(1e3 * _between(rows, swap_at, at + report.seconds + _AFTER_S)[:, 2].max(initial=0.0))
         shares.append(wire[:, 1].sum() / wire_s / rate)
         tokens.append(_between(rows, at, at + report.seconds)[:, 1].sum())
     result.add("gap between tokens, longest around a push", gaps, "ms", "lower", **labels)

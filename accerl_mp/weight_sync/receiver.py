@@ -42,12 +42,13 @@ class WeightReceiver:
         """Make room for pushes of this model, if there is none yet."""
         state = _state_of(self)
         staging = state.incoming.staging
-        if staging is None or (staging.manifest, staging.bucket_bytes) != (manifest, bucket_bytes):
+        wanted = (manifest, bucket_bytes, is_staged)
+        if staging is None or (staging.manifest, staging.bucket_bytes, staging.is_whole) != wanted:
             state.swap = None  # before the new memory: it holds the old
             state.incoming.staging = staging = None
             staging = Staging(manifest, bucket_bytes, is_whole=is_staged, device=state.device)
             state.incoming.staging = staging
-        if state.swap is None:
+        if state.swap is None or state.swap.wanted != wanted_swap:
             state.swap = Swap(wanted_swap, staging, self.model_runner.get_model(), _layerwise_loader(self))  # type: ignore[attr-defined]
 
     def sync_begin(self, version: int, runs: Runs, with_sums: bool) -> None:

@@ -27,7 +27,7 @@ class Swap:
     """One worker's. The first `load` decides, the others do it. Each runs between two steps of the engine, on its stream."""
 
     def __init__(self, wanted: str, staging: Staging, model: torch.nn.Module, load_layerwise: Callable[[Weights], None]) -> None:
-        self._wanted, self._staging, self._model, self._load_layerwise = wanted, staging, model, load_layerwise
+        self.wanted, self._staging, self._model, self._load_layerwise = wanted, staging, model, load_layerwise
         self._graph: torch.cuda.CUDAGraph | None = None
         self.path = ""
         """"layerwise", "plain" or "captured"; empty before the first load."""
@@ -56,24 +56,24 @@ class Swap:
         self.path = "layerwise"
         if candidates:
             self._prove(candidates)
-        if self._wanted not in ("auto", self.path):
-            wanted, self.path = self._wanted, ""
+        if self.wanted not in ("auto", self.path):
+            wanted, self.path = self.wanted, ""
             raise SwapRefused(f"--sync-swap {wanted} does not do for this model: {self.reason}; leave it at auto")
         return None
 
     def _candidates(self) -> list[str]:
         """Worth a try beside layerwise, the slowest first."""
         on_gpu = next(self._model.parameters()).is_cuda
-        if self._wanted == "layerwise":
+        if self.wanted == "layerwise":
             self.reason = "asked for by --sync-swap"
         elif not on_gpu:
             self.reason = "vLLM's CPU kernels pack their weights, which only a reload does again"
         elif not self._staging.is_whole:
-            if self._wanted == "plain":
+            if self.wanted == "plain":
                 return ["plain"]
             self.reason = "without staging nothing can be captured"
         else:
-            return ["plain"] if self._wanted == "plain" else ["plain", "captured"]
+            return ["plain"] if self.wanted == "plain" else ["plain", "captured"]
         return []
 
     def _prove(self, candidates: list[str]) -> None:
