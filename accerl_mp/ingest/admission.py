@@ -47,7 +47,8 @@ class Admission:
     def __init__(self, config: Config) -> None:
         batch = config.batch
         self.lag: int | None = config.replay.max_policy_lag or None
-        if config.run.synchronous:
+        self._is_synchronous = config.run.synchronous
+        if self._is_synchronous:
             self.lag = 0
         self.uses_of_new = max(1, config.replay.max_sample_reuse)
         """How often a new sample can be trained (1 without a limit: what matters is that it is trained at all)."""
@@ -111,7 +112,8 @@ class Admission:
     def _lets_waiting(self, supply: Supply, group_size: float) -> bool:
         """Admission alone can never stop a run: ranks that stand still get what they lack, whatever the formula says.
 
-        Packs may be full with fewer samples than a rank asks for: there, a group a rank at a time.
+        Packs may be full with fewer samples than a rank asks for: there, a group a rank at a time. With `--synchronous` a rank that
+        has all it asked for lacks nothing: it looks into its ring in a moment, and one group more would be trained a round late.
         """
         lacks = supply.num_missing if self._token_budget is None else min(supply.num_missing, supply.num_waiting * group_size)
-        return supply.num_running == 0 or supply.num_running < lacks
+        return supply.num_running < lacks or (supply.num_running == 0 and not self._is_synchronous)
