@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ def make_parser(doc: str | None, *, repeats: int) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that whoever is ended (`timeout`) tidies up
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}: nothing would be measured; give 1 or more")
     if args.quick:
