@@ -228,10 +228,13 @@ class Trainer:
             self._save()
 
     def _run_step(self) -> None:
-        """One optimizer step: fetch, agree, train. A push that is on its way goes on meanwhile, unless it is to be verified."""
+        """One optimizer step: fetch, agree, train.
+
+        A push that is on its way goes on meanwhile, unless its weights are to be verified or evaluated: then they stay as they are.
+        """
         self._process.health.tick()
         self._has_samples()  # beside the push's sending
-        if self._sync.is_to_be_verified:
+        if self._sync.is_to_be_verified or self._is_evaluation_next():
             self._finish_push()
         with self._timer.phase("wait"):
             totals = self._wait_for_samples()
