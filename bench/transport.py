@@ -28,6 +28,7 @@ import zmq
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import sockets
 from accerl_mp.transport.codec import sample_size_bytes
+from accerl_mp.transport.process import die_with_parent
 from bench import transport_ours
 from bench.common import Result, alternate, make_parser, memcpy_bytes_per_s, parse, repeat, stopwatch
 from bench.scratch import ray_driver
@@ -122,6 +123,7 @@ def bare_socket_bytes_per_s(size_bytes: int) -> float:
 
 
 def _push(folder: Path, size_bytes: int, count: int) -> None:
+    die_with_parent()
     context = sockets.new_context()
     socket = sockets.connect_push(context, RunPaths(folder), "bare")
     socket.setsockopt(zmq.LINGER, -1)

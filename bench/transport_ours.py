@@ -25,7 +25,7 @@ from accerl_mp.ingest.rings import Rings
 from accerl_mp.samples import RLSample
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, codec, sockets
-from accerl_mp.transport.process import keep_freed_memory
+from accerl_mp.transport.process import die_with_parent, keep_freed_memory
 from accerl_mp.transport.ring import RingReader, SharedRing
 from bench.transport_common import POLL_S, Arrivals, Clock, Stream, make_groups, stamped
 
@@ -104,6 +104,7 @@ def _start(context: SpawnContext, target: Any, arguments: tuple) -> Any:
 
 def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier) -> None:
     """Sends its share of the groups; at most MAX_UNACKED of them are on their way."""
+    die_with_parent()
     keep_freed_memory()
     context = sockets.new_context()
     socket = sockets.connect_dealer(context, RunPaths(run_dir), channels.SAMPLES, identity=f"rollout/{index}")
@@ -131,6 +132,7 @@ def _send(socket: zmq.Socket, group: list[RLSample]) -> None:
 
 def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:
     """Ingest's loop, less dealing and metrics."""
+    die_with_parent()
     keep_freed_memory()
     context = sockets.new_context()
     paths = RunPaths(run_dir)
@@ -148,6 +150,7 @@ def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:
 
 def _trainer(run_dir: Path, stream: Stream, ready: Barrier, answers: Any) -> None:
     """Reads whatever is there, as Replay does, and releases it."""
+    die_with_parent()
     keep_freed_memory()
     reader = SharedRing.attach_reader(RunPaths(run_dir).ring(0))
     arrivals = Arrivals(stream.num_samples)
