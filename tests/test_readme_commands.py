@@ -153,7 +153,7 @@ def test_every_module_and_flag_that_the_readme_names_exists() -> None:
     files = [ROOT / module.replace(".", "/") for module in modules]
     assert [str(file) for file in files if not (file.with_suffix(".py").is_file() or (file / "__main__.py").is_file())] == []
     others = "--help --no-deps --logdir --shm-size --nproc-per-node --ray-address --setup-only --full"
-    sources = [*(ROOT / "accerl_mp").rglob("*.py"), *(ROOT / "bench").glob("*.py")]
+    sources = [*(ROOT / "accerl_mp").rglob("*.py"), *(ROOT / "bench").glob("*.py"), ROOT / "tests/soak.py"]
     known = set(others.split()) | {cli.option_of(name) for name in Config().to_flat()}
     for source in sources:
         known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', source.read_text()))
