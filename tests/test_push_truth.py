@@ -192,11 +192,14 @@ def test_half_of_a_fused_layer_is_pushed_with_the_other_half(engine: InferenceRu
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_hundred_pushes_lose_double_and_mislabel_no_token_and_leave_memory_flat(engine: InferenceRun) -> None:  # noqa: F811
-    push_under_load(engine, "model.norm", num_pushes=50)  # caches and pools fill up
-    before = _memory(engine)
     push_under_load(engine, "model.norm", num_pushes=200)
+    # Without requests: they touch pages of the KV cache for the first time, which looks like growth.
+    before = _memory(engine)
+    for _ in range(100):
+        train_only(engine.model, "model.norm")
+        engine.push(engine.sync._version + 1, trainable_only=True)
     grown = {name: (size - before[name]) / 2**20 for name, size in _memory(engine).items()}
-    assert max(grown.values()) < 48, f"MiB more after 200 pushes: {grown}"
+    assert max(grown.values()) < 8, f"MiB more after 100 pushes: {grown}"
 
 
 def _memory(run: InferenceRun) -> dict[str, int]:
