@@ -64,6 +64,8 @@ def answer(process: Any) -> None:
 class NoSync:
     """Stands where WeightSync does."""
 
+    is_to_be_verified = False
+
     def __init__(self, process: Any, *_: Any, **__: Any) -> None:
         self._version = -1
 
@@ -71,6 +73,9 @@ class NoSync:
         return
 
     def has_new_replica(self) -> bool:
+        return False
+
+    def has_ended(self) -> bool:
         return False
 
     def start_push(self, version: int, *, trainable_only: bool) -> None:
