@@ -28,10 +28,12 @@ WITHOUT_LIMIT = {
     ("inference/server.py", "waiting"): "looks round four times a second; the trainer's --inference-start-timeout-s is the limit",
     ("trainer/ranks.py", "waiting"): "a collective that a rank never reaches: the supervisor names it (--step-timeout-s)",
     ("weight_sync/patience.py", "waiting"): "its loop ends after 10 s",
+    ("weight_sync/sender.py", "waiting"): "for a thread whose own waits have --sync-timeout-s, stage by stage",
     # Calls that block without a timeout.
     ("rollout/client.py", "recv"): "a coroutine: cancelled when any other part of the process ends",
     ("rollout/work.py", "recv"): "the same",
     ("inference/server.py", "recv_multipart"): "the same; nobody may have anything to ask",
+    ("inference/order.py", "wait"): "the gate opens in a `finally`, whatever becomes of the swap",
     ("inference/front.py", "wait"): "the rollout's --request-timeout-s ends it",
     ("inference/engine.py", "get"): "the same, or the engine's death, or `pulse.py`",
     ("transport/channels.py", "recv"): "after a poll, and with DONTWAIT",
