@@ -90,7 +90,7 @@ def _debug(run: pexpect.spawn) -> None:
     prompt = r"\(rollout/\d\) "
     run.expect(prompt)
     run.sendline("p deal.group_id, [episode.num_env_steps for episode in episodes]")
-    run.expect(r"\(0, \[\d.*?\]\)")
+    run.expect(r"\(\d+, \[\d.*?\]\)")  # whichever group came to it
     run.expect(prompt)
     run.sendline("c")
     run.expect(r"\(trainer/1\) ")
