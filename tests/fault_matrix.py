@@ -72,10 +72,28 @@ def _elsewhere(who: str, event: str, moment: str, outcome: str, test: str) -> Ce
 
 
 _ENDS = "the run ends within 30 s and names it; nothing is left"
+_STARTS_AGAIN = "the whole run starts again from its last saved state (`--max-trainer-restarts`); no episode is lost or trained twice"
 _SUPERVISOR = "test_supervisor.py::"
 OTHERS = (
     _elsewhere(
         "trainer rank", "killed", WORK, _ENDS, _SUPERVISOR + "test_a_killed_rank_is_named_although_the_other_one_fails_because_of_it"
+    ),
+    *(
+        Cell(
+            f"trainer rank {rank}",
+            "killed",
+            WORK,
+            _STARTS_AGAIN,
+            f"test_resume_runs.py::test_a_run_whose_trainer_rank_is_killed_starts_again_by_itself[{rank}]",
+        )
+        for rank in (0, 1)
+    ),
+    _elsewhere(
+        "everything",
+        "killed",
+        WORK,
+        "`--resume auto` goes on; no episode is lost or trained twice",
+        "test_resume_runs.py::test_a_run_that_is_killed_whole_goes_on_without_losing_or_repeating_an_episode",
     ),
     _elsewhere("trainer rank", "fails", WORK, _ENDS, _SUPERVISOR + "test_a_failing_rank_is_the_first_failure_for_the_other_rank"),
     _elsewhere(
