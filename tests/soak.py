@@ -140,7 +140,7 @@ def summary(run: LiveRun, breaker: Chaos, *, minutes: float) -> dict[str, Any]:
     steps, problems = run.step, breaker.problems
     restarts = {row.name: row.num_restarts for row in run.table.snapshot() if row.num_restarts}
     code = run.stop() if run.process.poll() is None else run.process.returncode
-    if code != 143:
+    if code != 0:  # its state is saved
         problems.append(f"launch.sh ended with {code}:\n{run.words()}")
     if left := run.left():
         problems.append(f"left behind: {left}")
