@@ -24,6 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import numpy as np
 import psutil
 

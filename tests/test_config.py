@@ -199,6 +199,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"infer_top_p": 1.5}, "--infer-top-p must be in (0, 1]"),
     ({"vllm_max_model_len": 128}, "--vllm-max-model-len 128 is under"),
     ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization must be in (0, 1)"),
+    ({"enable_expert_parallel": True, "infer_tp_size": 2}, "has no experts: leave it out"),
     ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
     ({"eval_every_rounds": 5}, "--eval-every-rounds 5 needs --eval-game-dir"),
     ({"eval_game_dir": "/no/such"}, "--eval-game-dir /no/such: no such folder"),

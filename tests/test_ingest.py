@@ -235,66 +235,76 @@ def dealt(admission: Admission, *, usable: float = 0, group_size: int = 8, **val
 def test_the_budget_is_the_designs_formula():
     """(lag + version + 1) * 16 samples a step * 3 steps a round - accepted - running."""
     admission = Admission(config_of())
-    admission.follow(Progress(0, 0, 0))
+    admission.follow(Progress(0, 0, 0, 0, 0))
     assert dealt(admission) == 3 * 48
-    admission.follow(Progress(0, 1, 32))
+    admission.follow(Progress(0, 1, 32, 0, 0))
     assert dealt(admission, usable=16) == 3 * 48 - 32 - 16
-    admission.follow(Progress(1, 3, 48))
+    admission.follow(Progress(1, 3, 48, 3, 48))
     assert dealt(admission, usable=16) == 4 * 48 - 48 - 16
 
 
 def test_synchronous_deals_exactly_one_round_at_a_time():
     admission = Admission(config_of(synchronous=True))
-    admission.follow(Progress(0, 0, 0))
+    admission.follow(Progress(0, 0, 0, 0, 0))
     assert dealt(admission) == 48
     for step, used in ((0, 16), (1, 16), (1, 32), (2, 48), (3, 48)):
-        admission.follow(Progress(0, step, used))
+        admission.follow(Progress(0, step, used, 0, 0))
         assert dealt(admission, usable=48 - used) == 0, (step, used)
-    admission.follow(Progress(1, 3, 48))
+    admission.follow(Progress(1, 3, 48, 3, 48))
     assert dealt(admission) == 48
 
 
 def test_a_round_that_began_unseen_is_charged_to_the_right_round():
     admission = Admission(config_of(synchronous=True))
-    admission.follow(Progress(0, 0, 0))
-    admission.follow(Progress(0, 2, 32))
-    admission.follow(Progress(1, 3, 64))  # the push is over and the next step has taken its 16
+    admission.follow(Progress(0, 0, 0, 0, 0))
+    admission.follow(Progress(0, 2, 32, 0, 0))
+    admission.follow(Progress(1, 3, 64, 3, 48))  # the push is over and the next step has taken its 16
     assert dealt(admission, usable=0) == 32
+
+
+def test_a_step_that_begins_while_the_push_is_on_its_way_belongs_to_the_new_round():
+    """Else each round would deal a step too much, to be thrown away as too old."""
+    admission = Admission(config_of())
+    for progress in ((0, 0, 0, 0, 0), (0, 3, 48, 0, 0), (0, 3, 64, 0, 0), (0, 4, 64, 0, 0)):
+        admission.follow(Progress(*progress))
+    assert dealt(admission, usable=0) == 3 * 48 - 64
+    admission.follow(Progress(1, 4, 64, 3, 48))
+    assert dealt(admission, usable=0) == 3 * 48 - 16
 
 
 def test_an_ingest_that_starts_in_the_middle_of_a_round_knows_what_was_used():
     admission = Admission(config_of(synchronous=True))
-    admission.follow(Progress(5, 17, 272))
+    admission.follow(Progress(5, 17, 272, 15, 240))
     assert dealt(admission, usable=0) == 16
 
 
 def test_without_a_lag_limit_only_room_counts():
     admission = Admission(config_of(max_policy_lag=0))
-    admission.follow(Progress(0, 0, 0))
+    admission.follow(Progress(0, 0, 0, 0, 0))
     assert not admission.admits(supply_of(groups_that_fit=0), group_size=8)
     assert admission.admits(supply_of(groups_that_fit=1, num_running=5000), group_size=8)
 
 
 def test_nothing_is_dealt_for_after_the_last_step():
     admission = Admission(config_of(max_steps=30, max_sync_rounds=2))
-    admission.follow(Progress(0, 0, 0))
+    admission.follow(Progress(0, 0, 0, 0, 0))
     assert dealt(admission) == 6 * 16
-    admission.follow(Progress(1, 5, 96))
+    admission.follow(Progress(1, 5, 96, 3, 48))
     assert dealt(admission) == 0
 
 
 def test_reuse_counts_in_uses():
     admission = Admission(config_of(max_sample_reuse=4))
-    admission.follow(Progress(0, 0, 0))
+    admission.follow(Progress(0, 0, 0, 0, 0))
     assert dealt(admission) == 32, "each is worth four: 3 * 48 / 4, in whole groups"
-    admission.follow(Progress(0, 1, 16))
+    admission.follow(Progress(0, 1, 16, 0, 0))
     assert dealt(admission, usable=4 * 32 - 16) == 0
 
 
 @pytest.mark.parametrize("flags", [{}, {"synchronous": True}, {"max_policy_lag": 0}])
 def test_admission_alone_can_never_stop_a_run(flags):
     admission = Admission(config_of(**flags))
-    admission.follow(Progress(0, 0, 0))
+    admission.follow(Progress(0, 0, 0, 0, 0))
     full = {"usable_uses": 10_000, "groups_that_fit": 0}
     assert not admission.admits(supply_of(**full), group_size=8)
     is_exact = "synchronous" in flags  # there a rank that waits has not looked yet, and nothing more is wanted in this round
@@ -306,12 +316,12 @@ def test_admission_alone_can_never_stop_a_run(flags):
 
 def test_packs_are_estimated_by_length_then_measured():
     admission = Admission(config_of(train_packing="varlen", train_token_budget=1000, batch_size=10, max_policy_lag=1))
-    admission.follow(Progress(0, 0, 0))
+    admission.follow(Progress(0, 0, 0, 0, 0))
     budgets = [admission.admits(supply_of(), group_size=size) for size in (2 * 3 * 4 * 10, 2 * 3 * 4 * 10 + 1)]
     assert budgets == [True, False], "nothing was seen: packs are full"
     assert admission.admits(supply_of(mean_tokens=250), group_size=2 * 3 * 4 * 4)
     assert not admission.admits(supply_of(mean_tokens=250), group_size=2 * 3 * 4 * 4 + 1)
-    admission.follow(Progress(1, 3, 36))
+    admission.follow(Progress(1, 3, 36, 3, 36))
     waiting = {"mean_tokens": 250, "num_waiting": 1, "num_running": 1000}
     admission.admits(supply_of(**waiting), group_size=1)
     assert admission.budget(supply_of()) == 2 * 3 * 12

@@ -70,7 +70,7 @@ class PushControl:
     async def _swap(self, version: int) -> dict[str, Any]:
         """Load, cut the versions, go on: between two steps of an engine that generates, or of one that stands (`--sync-pause`).
 
-        A failure in between leaves requests held: half-loaded weights never answer.
+        A failure in between leaves the engine standing and requests held: half-loaded weights are not generated with.
         """
         start = time.monotonic()
         self._front.hold()
@@ -79,8 +79,14 @@ class PushControl:
         if self._pauses or version == self._front.ledger.version:
             await self._pause(version)
         pause_s = time.monotonic() - start
-        async with self._engine.swapped(version) as (reports, num_tokens):
-            self._front.ledger.cut(num_tokens, version)
+        is_whole = False
+        try:
+            async with self._engine.swapped(version) as (reports, num_tokens):
+                self._front.ledger.cut(num_tokens, version)
+            is_whole = True
+        finally:
+            if not is_whole:
+                await self._pause(version)
         start_resume = time.monotonic()
         load_s = max(report["seconds"] for report in reports)
         standstill_s = await self._resume() or load_s

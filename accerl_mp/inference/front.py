@@ -69,10 +69,6 @@ class RequestFront:
     def release(self) -> None:
         self._gate.set()
 
-    @property
-    def is_held(self) -> bool:
-        return not self._gate.is_set()
-
     async def reply(self, prompt: list[int], *, max_tokens: int, temperature: float, salt_version: int) -> Reply:
         """Sample a reply.
 

@@ -21,6 +21,10 @@ class Progress:
     optimizer_step: int
     num_used: int
     """Samples trained so far over all ranks, each use counted."""
+    round_step: int
+    """Step at which the weights of `version` were taken: the round that trains on them began there."""
+    round_used: int
+    """`num_used` at that moment. The push takes a while, and the next step begins meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +63,13 @@ class Admission:
         self._token_budget = batch.train_token_budget if batch.train_packing == "varlen" else None
         self._samples_per_step = float(self._packs_per_step * batch.batch_size)
         self._first: Progress | None = None
-        self._now = Progress(-1, 0, 0)
-        self._round_start_step = 0
-        self._round_start_used = 0.0
+        self._now = Progress(-1, 0, 0, 0, 0)
 
     def follow(self, now: Progress) -> None:
         """Take note of the trainer's progress."""
-        before, self._now = self._now, now
-        if now.version < 0:  # nothing trains yet, and a resumed trainer has not said yet at which step it is
-            return
-        if self._first is not None and now.version == before.version:
-            return
-        # The trainer announces a version after the push and before the next step; rounds begin at multiples.
-        step = now.optimizer_step // self._steps_per_round * self._steps_per_round
-        if self._first is None:
-            self._first, self._round_start_used = now, now.num_used - (now.optimizer_step - step) * self._samples_per_step
-        else:
-            # It may have begun the new round since the last look: what the old one used is known to within that.
-            expected = self._round_start_used + self._steps_per_round * self._samples_per_step
-            self._round_start_used = min(max(expected, before.num_used), now.num_used)
-        self._round_start_step = step
+        self._now = now
+        if self._first is None and now.version >= 0:  # before that a resumed trainer has not said at which step it is
+            self._first = now
 
     def admits(self, supply: Supply, *, group_size: float) -> bool:
         """Whether one more group of `group_size` samples may be dealt."""
@@ -89,10 +80,10 @@ class Admission:
 
     def budget(self, supply: Supply) -> float:
         """Uses of samples that may still be dealt."""
-        num_steps = self._last_step - self._round_start_step
+        num_steps = self._last_step - self._now.round_step
         if self.lag is not None:
             num_steps = min(num_steps, (self.lag + 1) * self._steps_per_round)
-        used_in_round = self._now.num_used - self._round_start_used
+        used_in_round = self._now.num_used - self._now.round_used
         return num_steps * self._samples_per_step - used_in_round - supply.usable_uses - supply.num_running * self.uses_of_new
 
     def _estimate_samples_per_step(self, supply: Supply) -> float:

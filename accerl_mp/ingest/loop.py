@@ -150,7 +150,9 @@ class Ingest:
         return balance(self._rings.writers, self._dealer, num_waiting=self._inbox.num_waiting)
 
     def _follow(self) -> None:
-        self._admission.follow(Progress(self._version, self._board.get("optimizer_step"), self._rings.num_used))
+        version = self._version  # first: what belongs to it is on the board before it
+        step, round_step, round_used = (self._board.get(word) for word in ("optimizer_step", "round_step", "round_used"))
+        self._admission.follow(Progress(version, step, self._rings.num_used, round_step, round_used))
 
     def _supply(self) -> Supply:
         """As the rings are; running groups come on top."""
@@ -184,7 +186,7 @@ class Ingest:
         eval_id = self._board.get("eval_done") + 1
         if self._evaluation is None and self._board.get("eval_asked") >= eval_id:
             deals = self._dealer.start_evaluation(eval_id)
-            step = self._board.get("optimizer_step")
+            step = self._board.get("round_step")  # of the weights that vLLM has, however far training has gone
             self._evaluation = Evaluation(eval_id, deals, self._eval_games, step=step, version=self._version)
 
     def _end_evaluation(self) -> None:

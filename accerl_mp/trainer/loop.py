@@ -79,18 +79,18 @@ class Trainer:
             world_size=ranks.size,
             dtype=self._dtype,
             forced_logprobs=lambda ids: forced_logprobs(self._model, ids, ranks.device),
-            on_use=lambda version: process.board.set("policy_version", version),
+            on_use=self._announce,
         )
         stack.callback(self._sync.close)
         self._start = Start.load(process.paths.resume)
         self._saver = Saver(process.paths.resume, self._config, ranks, process.health)
         self._best = self._best_export()
-        self._step = self._round = 0
+        self._step = self._round = self._num_evals = 0
         self._version = self._start.first_version - 1
-        self._num_evals = 0
         self._next: StepSamples | None = None
         self._has_pushed = self._is_pushing = False
         self._is_between_steps = self._is_evaluation_due = True
+        self._round_began = (0, 0)
         self._last_export = -1
         self._resume()
         self._first_round = self._round
@@ -144,8 +144,7 @@ class Trainer:
 
     def _resume(self) -> None:
         """Be as the rank that saved the state was, where this start goes on from one."""
-        saved = self._start.saved
-        if saved is None:
+        if (saved := self._start.saved) is None:
             return
         progress = Progress(**saved.content["trainer"])
         load_tensors(self._model, self._stepper.optimizer, saved.folder, self._saver.group)
@@ -304,9 +303,16 @@ class Trainer:
         if self._ranks.rank == 0:
             announce(self._process.paths.resume, self._version)
             self._process.board.set("next_version", self._version + 1)
+        self._round_began = self._step, int(self._ranks.sums([self._replay.num_used])[0])
         with self._timer.phase("push"):
             self._sync.start_push(self._version, trainable_only=self._has_pushed)
         self._has_pushed = self._is_pushing = True
+
+    def _announce(self, version: int) -> None:
+        """Rank 0, not collective, on any thread: all of vLLM uses these weights. Where their round began goes first."""
+        for word, value in zip(("round_step", "round_used"), self._round_began, strict=True):
+            self._process.board.set(word, value)
+        self._process.board.set("policy_version", version)
 
     def _finish_push(self) -> None:
         """Wait until vLLM uses the weights that are on their way, if any, and tell the run so."""
@@ -316,15 +322,14 @@ class Trainer:
             report = self._sync.finish_push()
         is_evaluation_next, self._is_pushing = self._is_evaluation_next(), False
         if self._ranks.rank == 0:
-            self._process.board.set("policy_version", self._version)
+            self._announce(self._version)
             self._sender.values(push_values(report))
         if is_evaluation_next:
             self._ask_evaluation()
 
     def _is_evaluation_next(self) -> bool:
         """Of the push that ends a round: `--eval-every-rounds`."""
-        is_rounds_end = self._round > self._first_round
-        return is_rounds_end and self._is_due(self._config.metrics.eval_every_rounds) and not self._is_over()
+        return self._round > self._first_round and self._is_due(self._config.metrics.eval_every_rounds) and not self._is_over()
 
     def _push_again(self) -> None:
         """All weights of now under the version that is in use: a new engine holds every request until it has some.

@@ -70,6 +70,11 @@ class Replay:
         self._has_started = False
         self._is_full = False
 
+    @property
+    def num_used(self) -> int:
+        """Samples of this ring trained so far, each use counted."""
+        return max(self._ring.num_uses, self._ring.num_trained)
+
     def try_take(self, version: int) -> StepSamples | None:
         """The next optimizer step's samples for weights of `version`, copied out of the ring, or None if more must come first.
 

@@ -11,6 +11,8 @@ from pathlib import Path
 WORDS: dict[str, tuple[str, int]] = {
     "policy_version": ("trainer/0", -1),  # pushes that all replicas use; -1 before the first
     "next_version": ("trainer/0", 0),  # highest version ever announced, plus one
+    "round_step": ("trainer/0", 0),  # optimizer step at which the weights of policy_version were taken; set before it
+    "round_used": ("trainer/0", 0),  # samples that had been trained by then, over all ranks, each use counted
     "optimizer_step": ("trainer/0", 0),
     "round": ("trainer/0", 0),
     "eval_asked": ("trainer/0", 0),  # evaluations asked for so far

@@ -37,11 +37,6 @@ class RingView:
         self.close()
 
     @property
-    def created(self) -> int:
-        """Time of creation in ns: tells this ring from one of an earlier start of the run."""
-        return int(self.memory.header[at.CREATED])
-
-    @property
     def last_sequence(self) -> int:
         """Of the newest committed record; it changes with every put, so a reader that waits need not list the records to see it."""
         return int(self.memory.writer[at.COMMITTED])
