@@ -140,7 +140,8 @@ def test_the_launcher_prints_the_plan_and_keeps_its_kv_cache(tmp_path: Path, mon
         (games / name).write_text("{}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     model = Path(prepare.__file__).parent.parent / "presets" / "demo_model"
-    flags = f"--model-path {model} --tw-game-dir {games} --log-dir {tmp_path / 'run'} --batch-size 4 --gpu-memory-utilization".split()
+    flags = ["--model-path", str(model), "--tw-game-dir", str(games), "--log-dir", str(tmp_path / "run"), "--batch-size", "4"]
+    flags.append("--gpu-memory-utilization")
     command = [sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", str(tmp_path / "answer"), "--", *flags]
     refused = subprocess.run([*command, "0.01"], capture_output=True, text=True, check=False)
     assert refused.returncode == 2

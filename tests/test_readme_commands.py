@@ -55,7 +55,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(made[0].with_suffix(suffix), root / "runs/demo_games/heldout")
         shutil.move(made[-1].with_suffix(suffix), root / "games/heldout")
     (root / ".venv/bin").mkdir(parents=True)
-    (root / ".venv/bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (root / ".venv/bin/python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (root / ".venv/bin/python").chmod(0o755)
     return root
 
