@@ -94,7 +94,9 @@ def make_ranks(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("mix", "budget"), [("6 turns", 8192), ("16 turns", 16384)])
 def test_packs_are_full_and_ranks_have_like_loads(mix: str, budget: int, make_ranks: Any) -> None:
-    """Four packs a step. Tokens of every step to within 3 %; estimated FLOPs, attention included, on average over the steps."""
+    """Four packs a step. Tokens of every step to within 3 %; estimated FLOPs, attention included, to within 5 %: of every step with
+    the demo's lengths, on average over the steps with long episodes.
+    """
     ranks = make_ranks(mix=mix, train_token_budget=budget, max_length=budget, batch_size=64, grad_accum_steps=4, replay_capacity=256)
     steps = [ranks.step() for _ in range(12)]
     packs = [pack for step in steps for rank in step for pack in rank]
@@ -103,7 +105,7 @@ def test_packs_are_full_and_ranks_have_like_loads(mix: str, budget: int, make_ra
     for step in steps:
         assert _ratio([sum(map(sum, rank)) for rank in step]) <= 1.03
     flops = [_ratio([ranks.flops.of(np.concatenate(rank)) for rank in step]) for step in steps]
-    assert np.mean(flops) <= 1.05
+    assert (max(flops) if mix == "6 turns" else np.mean(flops)) <= 1.05
 
 
 @pytest.mark.parametrize(("mix", "budget"), [("6 turns", 4096), ("6 turns", 8192), ("16 turns", 8192), ("16 turns", 16384)])
