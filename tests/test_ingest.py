@@ -468,6 +468,8 @@ class Trainer:
             self._take(rank, reader, record, version)
         self.step += 1
         self.run.board.set("optimizer_step", self.step)
+        self.run.board.set("round_step", self.step)
+        self.run.board.set("round_used", len(self.seen))
         self.run.board.set("policy_version", version + 1)
 
     def _take(self, rank: int, reader: RingReader, record, version: int) -> None:
