@@ -243,7 +243,8 @@ def test_no_message_ends_ingest(make_run: Any, seed: int) -> None:  # noqa: F811
         strangers[channels.WORK].send(message)
     trainer = Trainer(run)
     wait_until(lambda: (trainer.turn(), trainer.step >= 8)[1])
-    wait_until(lambda: run.board.get("eval_done") == 1)
+    # The trainer goes on: with full rings rollouts would wait for acknowledgements and play nothing, held-out games neither.
+    wait_until(lambda: (trainer.turn(), run.board.get("eval_done") == 1)[1], 60)
     assert run.processes["ingest/0"].poll() is None
     run.stop()
     context.destroy(linger=0)

@@ -70,6 +70,8 @@ class WorkDesk:
 
     def _take_ask(self, sender: bytes, message: dict[str, Any], version: int, is_done: Callable[[int], bool]) -> None:
         worker = message["worker"]
+        if sender != f"rollout/{worker}".encode():  # what is dealt to somebody else would never be played
+            raise MessageError(f"ask.worker: {worker} is not {sender.decode(errors='replace')}")
         if not all(type(group_id) is int for group_id in message["holding"]):
             raise MessageError(f"ask.holding: expected ids of groups, got {message['holding']!r:.80}")
         holding = [group_id for group_id in message["holding"] if not is_done(group_id)]
