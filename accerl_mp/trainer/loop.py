@@ -26,7 +26,7 @@ from accerl_mp.trainer.saving import Content, Saver
 from accerl_mp.trainer.sharded import Reference, build_sharded
 from accerl_mp.trainer.state import Progress, copied, load_tensors, tensors_of
 from accerl_mp.trainer.step import LocalTotals, Stepper
-from accerl_mp.trainer.warmup import warm_up
+from accerl_mp.trainer.warmup import peak_memory, warm_up
 from accerl_mp.trainer.witness import Witness
 from accerl_mp.transport.channels import MetricsSender
 from accerl_mp.transport.errors import Closed
@@ -118,7 +118,7 @@ class Trainer:
         self._saver.finish()
         if self._ranks.rank == 0:
             self._process.board.set("finished", 1)
-        _log.info("training is over: %d optimizer steps in %d rounds", self._step, self._round)
+        _log.info("training is over: %d optimizer steps in %d rounds%s", self._step, self._round, peak_memory(self._ranks.device))
 
     def save_at_exit(self, kind: type[BaseException] | None, _error: BaseException | None, _trace: object) -> None:
         """However `run` ended: a last state if the run was asked to end or has failed, and all ranks still can; on a stop the export.

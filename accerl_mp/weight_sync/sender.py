@@ -27,6 +27,7 @@ from accerl_mp.weight_sync.outbox import Outbox, make_buffers
 from accerl_mp.weight_sync.patience import Patience
 from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncError
 from accerl_mp.weight_sync.replicas import Replicas
+from accerl_mp.weight_sync.report import describe
 from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, probe_ids
 
 _CLOSE_S = 5.0
@@ -149,6 +150,8 @@ class WeightSync:
         if self._patience is not None:
             self._patience.reset()
         self._report = dataclasses.replace(self._report, version=self._version, verified=self._verifies())
+        if self._rank == 0:
+            _log.info(describe(self._report))
         self._num_pushes += 1
         self._swapping = None
         return self._report
@@ -373,8 +376,8 @@ class WeightSync:
         return _AGAIN, None
 
     def _tell(self, verdict: int, what: str, limit_s: float, flag: str) -> int:
-        """Rank 0's verdict, on every rank."""
-        word = torch.tensor([verdict], device=self._device)
+        """Rank 0's verdict, on every rank. Over gloo: a GPU that waited in NCCL would compute nothing else meanwhile."""
+        word = torch.tensor([verdict])
         work = dist.broadcast(word, src=0, async_op=True)
         leave_at = float("inf")
         with self._process.health.waiting(f"trainer/0 to {what}", limit_s, flag) as wait:
