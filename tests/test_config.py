@@ -365,9 +365,22 @@ def test_the_users_own_list_of_gpus_is_what_the_gpus_means(monkeypatch: pytest.M
     assert visible_gpus() == expected
 
 
-def test_trainers_take_the_first_gpus_and_engines_the_next_in_the_users_order() -> None:
-    plan = plan_gpus(["5", "2", "7", "0"], placement="dedicated", world_size=2, infer_size=1, infer_tp_size=2)
-    assert (plan.trainer, plan.inference) == (["5", "2"], [["7", "0"]])
+@pytest.mark.parametrize(
+    ("sizes", "trainer", "inference"),
+    [
+        ((3, 1, 1), ["5", "2", "7"], [["0"]]),
+        ((2, 2, 1), ["5", "2"], [["7"], ["0"]]),
+        ((2, 1, 2), ["5", "2"], [["7", "0"]]),
+        ((1, 1, 3), ["5"], [["2", "7", "0"]]),
+    ],
+)
+def test_trainers_take_the_first_gpus_and_engines_the_next_in_the_users_order(
+    sizes: tuple[int, int, int], trainer: list[str], inference: list[list[str]]
+) -> None:
+    world_size, infer_size, infer_tp_size = sizes
+    placed = {"placement": "dedicated", "world_size": world_size, "infer_size": infer_size, "infer_tp_size": infer_tp_size}
+    plan = plan_gpus(["5", "2", "7", "0"], **placed)  # type: ignore[arg-type]
+    assert (plan.trainer, plan.inference) == (trainer, inference)
 
 
 def test_help_is_grouped_by_role_and_shows_defaults() -> None:
