@@ -202,6 +202,15 @@ def test_two_ranks_go_on_as_four(saved: Path) -> None:
     check_equal(saved, "four")
 
 
+@pytest.mark.slow
+def test_three_ranks_go_on_as_two(tmp_path: Path) -> None:
+    """Nothing is a multiple of three here: each rank's shards have other sizes, some are empty."""
+    tiny.save_tiny(tmp_path / "model", "qwen3_moe", tied=False)
+    run_ranks(_save, 3, str(tmp_path))
+    run_ranks(_go_on, 2, str(tmp_path), "two")
+    check_equal(tmp_path, "two")
+
+
 @pytest.fixture
 def states(tmp_path: Path) -> Path:
     """A run folder with the states of steps 1 and 2, as recovery sees them."""
