@@ -245,6 +245,25 @@ def test_a_push_reaches_two_inference_processes_at_one_version_and_outlives_one(
             client.close()
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_push_reaches_every_worker_of_one_engine(tmp_path: Path) -> None:
+    """--infer-tp-size 2: each worker is a member of the weight group, gets the whole model and keeps its part of it."""
+    with start_inference(tmp_path, infer_tp_size=2, inference_start_timeout_s=240.0) as run:
+        run.connect()
+        assert run.push(0).verified
+        load = Load(run, num_in_flight=6)
+        weights = {0: {name: tensor.clone() for name, tensor in run.model.state_dict().items()}}
+        for version in (1, 2, 3):
+            time.sleep(0.3)
+            train_only(run.model, "model.norm" if version < 3 else "")
+            weights[version] = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+            assert run.push(version, trainable_only=True).verified
+        _check_replies(run, weights, *load.stop())
+        assert "weight group of 3" in run.log or "worker 1: weights are swapped" in run.log
+
+
 def _is_right(run: InferenceRun, client: RequestClient) -> bool:  # noqa: F811
     reply = client.ask(prompt_of(79), max_tokens=12, temperature=0.0)
     assert set(reply["versions"].tolist()) == {4}
