@@ -23,7 +23,7 @@ from accerl_mp.launcher.roles import build_roles
 from accerl_mp.launcher.tokenizer import export_tokenizer
 from accerl_mp.models.build import compute_dtype, load_model
 from accerl_mp.samples import RLSample
-from accerl_mp.topology import RunPaths
+from accerl_mp.topology import GpuPlan, RunPaths
 from accerl_mp.transport import sockets
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MetricsReceiver
@@ -31,7 +31,7 @@ from accerl_mp.transport.health import PARENT_PID, Health, HealthTable
 from accerl_mp.transport.process import Process
 from accerl_mp.transport.ring import SharedRing
 from accerl_mp.weight_sync.sender import WeightSync
-from bench.common import ROOT
+from bench.common import ROOT, python_path
 
 GAMES = ROOT / "runs" / "demo_games"
 _STARTED = ("ingest", "inference", "rollout")
@@ -50,7 +50,7 @@ def generation_config(model: Path, folder: Path, **settings: Any) -> Config:
     """The demo's games and lengths; every group is kept, nothing is too old, and games are played for ever."""
     values = {
         "model_path": str(model),
-        "tw_game_dir": str(make_games()),
+        "tw_game_dir": settings.get("tw_game_dir") or str(make_games()),
         "tw_max_episode_steps": 6,
         "tw_history_token_window": 1536,
         "max_length": 1536,
@@ -68,9 +68,10 @@ def generation_config(model: Path, folder: Path, **settings: Any) -> Config:
 class Generation:
     """Its processes. Rollouts play from the push on, and are stopped (SIGSTOP) when `measure` ends, until the next one."""
 
-    def __init__(self, config: Config, paths: RunPaths) -> None:
+    def __init__(self, config: Config, paths: RunPaths, plan: GpuPlan | None = None) -> None:
+        """`plan`: which engine gets which GPUs, where that is not what a run does."""
         self.config, self._paths = config, paths
-        self._roles = {role.name: role for role in build_roles(config, paths, gpu_plan(config)) if role.name in _STARTED}
+        self._roles = {role.name: role for role in build_roles(config, paths, plan or gpu_plan(config)) if role.name in _STARTED}
         names = ["trainer/0", "stats/0", *(name for role in self._roles.values() for name in role.names)]
         self._board = Board.create(paths.board)
         self._table = HealthTable.create(paths.health, names)
@@ -82,7 +83,7 @@ class Generation:
 
     def _start(self, role: str, index: int) -> subprocess.Popen[bytes]:
         command = [*self._roles[role].command, "--run-dir", str(self._paths.run_dir), "--index", str(index)]
-        environment = self._roles[role].environment(index) | {PARENT_PID: str(os.getpid()), "PYTHONPATH": str(ROOT)}
+        environment = self._roles[role].environment(index) | {PARENT_PID: str(os.getpid()), "PYTHONPATH": python_path()}
         with self._paths.log(role, index).open("a") as log:
             return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
@@ -167,8 +168,8 @@ class Generation:
 
 
 @contextmanager
-def generation(model: Path, **settings: Any) -> Iterator[Generation]:
-    """Started and pushed to; ended with the block."""
+def generation(model: Path, *, plan: GpuPlan | None = None, is_pushed: bool = True, **settings: Any) -> Iterator[Generation]:
+    """Started and pushed to (without `is_pushed` the caller does that); ended with the block."""
     folder = Path(tempfile.mkdtemp(prefix="accerl-bench-"))
     paths = RunPaths(folder / "run")
     (paths.run_dir / "logs").mkdir(parents=True)
@@ -179,8 +180,9 @@ def generation(model: Path, **settings: Any) -> Iterator[Generation]:
         raise RuntimeError("\n".join(problems))
     run = None
     try:
-        run = Generation(config, paths)
-        run.push()
+        run = Generation(config, paths, plan)
+        if is_pushed:
+            run.push()
         yield run
     finally:
         if run is not None:
