@@ -196,7 +196,8 @@ def _two_with_tensor_parallel(bench: Bench) -> None:
 def _placement_flags(args: argparse.Namespace, rounds: int, *, ranks: int, engines: int) -> list[str]:
     others = ["--placement", "cpu"] if args.cpu else ["--placement", "dedicated", "--gpu-memory-utilization", "0.15", "--enforce-eager"]
     sizes = {"--fsdp-world-size": ranks, "--infer-size": engines, "--num-rollout-workers": max(4, ranks), "--max-steps": 1000}
-    sizes |= {"--max-sync-rounds": rounds, "--verify-sync": 3, "--train-token-budget": 4096, "--batch-size": 8}
+    sizes |= {"--max-sync-rounds": rounds, "--verify-sync": 3}
+    sizes |= {"--train-token-budget": 4096, "--batch-size": 8} if args.cpu else {}
     games = ["--tw-game-dir", str(args.games.resolve())] if args.games else []
     words = [word for name, value in sizes.items() for word in (name, str(value))]
     return demo_flags(*words, *others, *games, "--record-samples", "--keep-zero-std-groups")
