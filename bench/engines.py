@@ -2,9 +2,9 @@
 
 What is limited here: the engines. Rollout, ingest and inference are the real processes, started without a trainer (bench/generation.py)
 and pushed to once. Two groups of them stand side by side, one with one engine, one with two and twice the rollouts; they alternate, and
-the rollouts of the one that is not measured are stopped. On GPUs: the first one pushes, the next ones hold the three engines.
+the rollouts of the one that is not measured are stopped. On GPUs: the first one pushes, the last two hold the engines.
 
-    python bench/engines.py --model 0.75b --workers 16        four GPUs
+    python bench/engines.py --model 0.75b --workers 16        three GPUs or more
     python bench/engines.py --quick                           this machine, the demo's model on the CPU
 """
 
@@ -27,10 +27,10 @@ NUM_ENGINES = (1, 2)
 
 
 def plans(gpus: list[str]) -> list[GpuPlan | None]:
-    """For one engine and for two; none of the three engines shares a GPU with another."""
+    """For one engine and for two. The one that is alone shares its GPU with one of the two, which has nothing to do then."""
     if not gpus:
         return [None, None]
-    return [GpuPlan(gpus[:1], [gpus[1:2]]), GpuPlan(gpus[:1], [gpus[2:3], gpus[3:4]])]
+    return [GpuPlan(gpus[:1], [gpus[-1:]]), GpuPlan(gpus[:1], [gpus[-2:-1], gpus[-1:]])]
 
 
 def settings(num_engines: int, args: Any, *, on_gpu: bool) -> dict[str, Any]:
@@ -77,8 +77,8 @@ def main() -> None:
     if args.quick:
         args.repeats, args.seconds, args.workers, args.batch_size = 1, 3.0, 1, 4
     gpus = visible_gpus()
-    if 0 < len(gpus) < 1 + sum(NUM_ENGINES):
-        parser.error(f"{len(gpus)} GPUs are visible: {1 + sum(NUM_ENGINES)} are needed, or none (CUDA_VISIBLE_DEVICES=)")
+    if 0 < len(gpus) <= max(NUM_ENGINES):
+        parser.error(f"{len(gpus)} GPUs are visible: {1 + max(NUM_ENGINES)} are needed, or none (CUDA_VISIBLE_DEVICES=)")
     result = Result("engines", args)
     with TemporaryDirectory() as temporary, ExitStack() as stack:
         measure(result, args, gpus, Path(temporary), stack)

@@ -13,9 +13,10 @@ What is limited here: each part says so where its own script is. `placements` on
 """
 
 import argparse
-import itertools
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,77 +28,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np
-
-from accerl_mp.config import Config
-from accerl_mp.ingest.balance import FlopsEstimate
-from accerl_mp.recovery import Start
-from accerl_mp.topology import visible_gpus
-from accerl_mp.trainer.recording import load_step, step_file
 from bench.common import ROOT, Result, make_parser, parse, python_path
+from bench.mixture import measure_mixture
+from bench.run_folder import Failed, RunFolder
 from bench.runs import demo_flags
 
 PARTS = ("placements", "trainer", "engines", "mixture")
-PRESET = ROOT / "accerl_mp" / "presets" / "qwen-moe-4gpu.args"
 K3_BOUND = 0.05
 """As tests/gpu/read_run.py: in bfloat16 a few thousandths, wrong weights give whole nats."""
-GAP_AFTER_S = 0.05
-"""A swap's effect on generation shows within this time."""
-
-
-class Failed(RuntimeError):
-    """A run that did not do what it has to."""
-
-
-class RunFolder:
-    """What a run has left to be read."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config, self.start = Config.load(folder / "args.json"), Start.load(folder / "resume")
-
-    def log(self, name: str) -> str:
-        file = self.folder / "logs" / f"{name}.log"
-        return file.read_text(errors="replace") if file.exists() else ""
-
-    def rounds(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines() if "Train/Loss" in line]
-
-    def lines(self) -> list[dict[str, Any]]:
-        file = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def versions_by_engine(self) -> list[list[int]]:
-        """Versions of the tokens that each engine sampled, of the recorded samples."""
-        num_engines = self.config.inference.infer_size or 1
-        found: list[set[int]] = [set() for _ in range(num_engines)]
-        for step in self.recorded():
-            for sample in (sample for samples in step for sample in samples):
-                found[sample.episode_id % num_engines].update(sample.output_versions.tolist())
-        return [sorted(versions) for versions in found]
-
-    def recorded(self) -> list[list[list[Any]]]:
-        """Samples by step and rank, of the run's last start."""
-        folder, ranks = self.folder / "samples", range(self.config.run.fsdp_world_size or 1)
-        first = int(Path(self.start.state).name.split("-")[1]) if self.start.state else 0  # the state may be gone by now
-        steps = itertools.takewhile(lambda step: all(step_file(folder, step, rank).exists() for rank in ranks), itertools.count(first))
-        found = [[load_step(folder, step, rank) for rank in ranks] for step in steps]
-        return [[[s for batch in one.micro_batches for s in batch] for one in step] for step in found]
-
-    def loads(self) -> np.ndarray:
-        """[steps, ranks]: estimated FLOPs."""
-        estimate = FlopsEstimate.of_model(Path(self.config.model.model_path))
-        return np.array([[estimate.of(np.array([len(s) for s in samples])) for samples in step] for step in self.recorded()])
-
-    def balance(self) -> list[float]:
-        """Largest over mean load of the ranks, a step."""
-        loads = self.loads()
-        return (loads.max(1) / loads.mean(1)).tolist()
-
-    def last_words(self, num_lines: int = 30) -> str:
-        logs = sorted((self.folder / "logs").glob("*.log"))
-        logs = [log for log in logs if log.name.split("-")[0] in ("trainer", "inference", "supervisor", "torchrun.log", "ingest")]
-        return "".join(f"== {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:]) + "\n" for log in logs)
 
 
 class Bench:
@@ -110,11 +48,9 @@ class Bench:
         self._running: set[subprocess.Popen[str]] = set()
 
     def end(self) -> None:
-        """Whatever still runs, when this script is ended: asked, and waited for."""
+        """Whatever still runs, when this script is ended."""
         for popen in list(self._running):
-            popen.terminate()
-        for popen in list(self._running):
-            popen.wait(90)
+            self._end(popen)
 
     def attempt(self, name: str, work: Callable[[], None]) -> None:
         """One part; the others go on if it fails."""
@@ -128,33 +64,47 @@ class Bench:
         else:
             print(f"{name}: done after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
-    def command(self, words: list[str], *, name: str, timeout_s: float, **variables: str) -> str:
-        """Its standard output; Failed with its last words unless it ends with 0 in time. A file NAME.err keeps the rest."""
-        environment = os.environ | {"ACCERL_PYTHON": sys.executable, "PYTHONPATH": python_path()} | variables
-        with (self.args.logs / f"{name}.err").open("w+") as errors:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
-            ended = subprocess.Popen(words, cwd=ROOT, env=environment, text=True, **streams)
-            self._running.add(ended)
-            try:
-                output, _ = ended.communicate(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                ended.terminate()
-                output, _ = ended.communicate(timeout=60)
-                output += f"\n{name}: ended after {timeout_s:.0f} s"
-            finally:
-                if ended.poll() is not None:
-                    self._running.discard(ended)
-            errors.seek(0)
-            if ended.returncode:
-                raise Failed(f"{name} ended with exit code {ended.returncode}: {(output + errors.read())[-1500:]}")
-        return output
+    def command(self, words: list[str], *, name: str, timeout_s: float, until: Callable[[], bool] | None = None, **variables: str) -> str:
+        """Its standard output; Failed with its last words unless it ends with 0 in time. A file NAME.err keeps the rest.
 
-    def run(self, name: str, flags: list[str], *, timeout_s: float, launcher: tuple[str, ...] = ("bash", "launch.sh")) -> RunFolder:
+        until: it is told to end (its process group, by SIGTERM) as soon as this holds, which counts as well
+        """
+        environment = os.environ | {"ACCERL_PYTHON": sys.executable, "PYTHONPATH": python_path()} | variables
+        started, is_done = time.monotonic(), False
+        with (self.args.logs / f"{name}.out").open("w+") as output, (self.args.logs / f"{name}.err").open("w+") as errors:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": errors}
+            popen = subprocess.Popen(words, cwd=ROOT, env=environment, text=True, start_new_session=True, **streams)
+            self._running.add(popen)
+            while popen.poll() is None and time.monotonic() < started + timeout_s and not is_done:
+                is_done = until is not None and until()
+                time.sleep(0.05)
+            self._end(popen)
+            said = "".join(file.seek(0) * "" + file.read() for file in (output, errors))
+            if popen.returncode and not is_done:
+                late = f" after {timeout_s:.0f} s" if time.monotonic() > started + timeout_s else ""
+                raise Failed(f"{name} ended with exit code {popen.returncode}{late}: {said[-1500:]}")
+            output.seek(0)
+            return output.read()
+
+    def _end(self, popen: subprocess.Popen[str]) -> None:
+        """Asked, killed after 80 s: launch.sh itself takes less."""
+        with contextlib.suppress(ProcessLookupError):
+            if popen.poll() is None:
+                os.killpg(popen.pid, signal.SIGTERM)
+        try:
+            popen.wait(80)
+        except subprocess.TimeoutExpired:
+            os.killpg(popen.pid, signal.SIGKILL)
+            popen.wait()
+        self._running.discard(popen)
+
+    def run(self, name: str, flags: list[str], *, launcher: tuple[str, ...] = ("bash", "launch.sh"), until: Any = None) -> RunFolder:
         """A run to its end. Whatever becomes of it, its logs' last lines are kept."""
         folder = self.folder / name.split(",")[0].replace(" ", "")
         try:
             words = [*launcher, *flags, "--log-dir", str(folder)]
-            self.command(words, name=name.replace(" ", "").replace(",", "-"), timeout_s=timeout_s)
+            name = name.replace(" ", "").replace(",", "-")
+            self.command(words, name=name, timeout_s=self.args.limit_s, until=until and (lambda: until(folder)))
         finally:
             if folder.is_dir():
                 (self.args.logs / f"{folder.name}.words").write_text(RunFolder(folder).last_words())
@@ -166,22 +116,30 @@ class Bench:
 
 def measure_placements(bench: Bench) -> None:
     """Two chains of runs side by side: nothing is timed here."""
-    with_state = threading.Thread(target=lambda: bench.attempt("3 ranks + 1 engine, then 2 + 2", lambda: _three_then_two(bench)))
-    with_state.start()
-    if not bench.args.cpu or bench.args.tp:
-        bench.attempt("2 ranks + one engine over 2 GPUs", lambda: _two_with_tensor_parallel(bench))
-    with_state.join()
+    chains = {
+        "two": ("3 ranks + 1 engine, then 2 + 2", _three_then_two),
+        "tp": ("2 ranks + one engine over 2 GPUs", _two_with_tensor_parallel),
+    }
+    side_by_side(bench, {name: lambda work=work: work(bench) for key, (name, work) in chains.items() if key in bench.args.chains})
+
+
+def side_by_side(bench: Bench, works: dict[str, Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=bench.attempt, args=work) for work in works.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _three_then_two(bench: Bench) -> None:
     args, rounds = bench.args, bench.args.rounds
-    run = bench.run("3 + 1", _placement_flags(args, rounds, ranks=3, engines=1), timeout_s=args.limit_s)
+    run = bench.run("3 + 1", _placement_flags(args, rounds, ranks=3, engines=1))
     _check_placement(bench, run, "3 + 1", rounds)
     loads = run.loads().sum(0)
     bench.result.add("largest over mean load of 3 ranks, a step", run.balance(), "", "lower")
     bench.result.target("largest over mean load of 3 ranks, all steps together", loads.max() / loads.mean(), at_most=1.05)
     flags = [*_placement_flags(args, 2 * rounds, ranks=2, engines=2), "--resume", "auto"]
-    run = bench.run("3 + 1, then 2 + 2", flags, timeout_s=args.limit_s)
+    run = bench.run("3 + 1, then 2 + 2", flags)
     if f"optimizer step {rounds}, round {rounds}" not in (said := run.log("trainer-1")):
         raise Failed(f"rank 1 of 2 did not go on from step {rounds} of three ranks: {said[-1500:]}")
     _check_placement(bench, run, "2 + 2, from the state of 3 ranks", 2 * rounds)
@@ -190,7 +148,7 @@ def _three_then_two(bench: Bench) -> None:
 def _two_with_tensor_parallel(bench: Bench) -> None:
     args = bench.args
     flags = [*_placement_flags(args, args.rounds, ranks=2, engines=1), "--infer-tp-size", "2"]
-    _check_placement(bench, bench.run("2 + tp 2", flags, timeout_s=args.limit_s), "2 + one over 2", args.rounds)
+    _check_placement(bench, bench.run("2 + tp 2", flags), "2 + one over 2", args.rounds)
 
 
 def _placement_flags(args: argparse.Namespace, rounds: int, *, ranks: int, engines: int) -> list[str]:
@@ -239,14 +197,21 @@ def _group_line(run: RunFolder) -> str:
 
 
 def measure_trainer(bench: Bench) -> None:
-    args = bench.args
-    flags = ["--model", args.model, "--settings", "base", "--ranks", "1", "2", "3", "--warmup", "2", "--repeats", str(args.repeats)]
+    """The three start together and measure one after the other."""
+    args, rates = bench.args, {}
+    turn = bench.folder / "turn"
+    turn.touch()
+    flags = ["--model", args.model, "--settings", "base", "--warmup", "2", "--repeats", str(args.repeats), "--turn", str(turn)]
     flags += ["--budgets", str(args.budget), "--packs", str(args.packs)]
     variables = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0", "OMP_NUM_THREADS": "8"}
-    found = _script(bench, "trainer", flags, **variables)
-    rates = {one["labels"]["ranks"]: one["median"] for one in found["measures"] if one["name"] == "throughput"}
+
+    def measure(ranks: int) -> None:
+        found = _script(bench, "trainer", [*flags, "--ranks", str(ranks)], name=f"trainer-{ranks}", **variables)
+        rates[ranks] = next(one["median"] for one in found["measures"] if one["name"] == "throughput")
+
+    side_by_side(bench, {f"{ranks} trainer ranks": lambda ranks=ranks: measure(ranks) for ranks in (1, 2, 3)})
     for ranks, wanted in ((2, 1.9), (3, 2.7)):
-        if ranks in rates:
+        if ranks in rates and 1 in rates:
             bench.result.target(f"tokens/s of {ranks} trainer ranks / one", rates[ranks] / rates[1], at_least=wanted)
 
 
@@ -259,10 +224,11 @@ def measure_engines(bench: Bench) -> None:
     _script(bench, "engines", flags)
 
 
-def _script(bench: Bench, name: str, flags: list[str], **variables: str) -> dict[str, Any]:
+def _script(bench: Bench, script: str, flags: list[str], *, name: str = "", **variables: str) -> dict[str, Any]:
     """Its result, which becomes part of this one."""
     variables |= {"CUDA_VISIBLE_DEVICES": ""} if bench.args.cpu else {}
-    output = bench.command([sys.executable, f"bench/{name}.py", *flags], name=name, timeout_s=bench.args.limit_s, **variables)
+    name = name or script
+    output = bench.command([sys.executable, f"bench/{script}.py", *flags], name=name, timeout_s=bench.args.limit_s, **variables)
     found = json.loads(output.strip().splitlines()[-1])
     result = bench.result
     result._measures += found["measures"]
@@ -273,94 +239,11 @@ def _script(bench: Bench, name: str, flags: list[str], **variables: str) -> dict
     return found
 
 
-# --- the mixture -------------------------------------------------------------------------------------------------------------------
-
-
-def measure_mixture(bench: Bench) -> None:
-    args, folder = bench.args, bench.folder / "mixture-model"
-    if args.mixture.is_dir():
-        folder = args.mixture
-    else:
-        bench.command([sys.executable, "bench/models.py", str(args.mixture), str(folder)], name="model", timeout_s=args.limit_s)
-    os.environ |= {"MODEL_PATH": str(folder), "TEXTWORLD_GAME_DIR": str((args.games or ROOT / "runs/demo_games/train").resolve())}
-    launcher = (sys.executable, "-m", "bench.watched_run", "start")
-    memory = CardMemory()
-    run = bench.run("mixture", _mixture_flags(args), timeout_s=args.limit_s, launcher=launcher)
-    memory.stop()
-    _report_mixture(bench.result, run, memory)
-
-
-def _mixture_flags(args: argparse.Namespace) -> list[str]:
-    """What differs from the preset: what a random model needs, and less of everything that takes time."""
-    flags = [f"@{PRESET}", "--keep-zero-std-groups", "--tw-invalid-action-penalty", "0.01", "--old-new-kl-coef", "0.01"]
-    flags += ["--max-steps", str(args.pushes), "--max-sync-rounds", str(args.pushes), "--verify-sync", str(args.pushes)]
-    flags += ["--grad-accum-steps", str(args.grad_accum), "--replay-sample-timeout-seconds", "300", "--record-samples"]
-    if args.eager:
-        flags += ["--enforce-eager"]
-    if args.cpu:
-        sizes = {"--tw-max-episode-steps": 3, "--tw-history-token-window": 1024, "--max-length": 1024, "--train-token-budget": 2048}
-        sizes |= {"--num-rollout-workers": 3, "--rollout-batch-size": 4, "--replay-capacity": 64, "--min-replay-size-per-rank": 2}
-        flags += ["--placement", "cpu", "--dtype", "float32", *(word for name, value in sizes.items() for word in (name, str(value)))]
-    return flags + args.mixture_flags
-
-
-class CardMemory(threading.Thread):
-    """The most that nvidia-smi says is used, by GPU."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.most_mib: dict[str, int] = {}
-        self._stopping = threading.Event()
-        if visible_gpus():
-            self.start()
-
-    def run(self) -> None:
-        while not self._stopping.wait(1.0):
-            command = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
-            listing = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
-            for index, used in (line.split(",") for line in listing.splitlines() if "," in line):
-                self.most_mib[index] = max(self.most_mib.get(index, 0), int(used))
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-
-def _report_mixture(result: Result, run: RunFolder, memory: CardMemory) -> None:
-    tokens, pushes = np.load(run.folder / "tokens-0.npy"), np.load(run.folder / "pushes-0.npy")[1:]  # the first one is waited for
-    if not len(pushes) or not len(tokens):
-        raise Failed(f"{len(pushes)} pushes after the first, {len(tokens)} steps with tokens")
-    around = [tokens[(tokens[:, 0] >= began) & (tokens[:, 0] <= end + GAP_AFTER_S)] for _, began, _, end in pushes]
-    inside = np.zeros(len(tokens), bool)
-    for _, began, _, end in pushes:
-        inside |= (tokens[:, 0] >= began) & (tokens[:, 0] <= end + GAP_AFTER_S)
-    playing = tokens[(tokens[:, 0] > pushes[0, 1]) & ~inside]
-    result.add("mixture: longest gap between tokens around a push", [1e3 * rows[:, 2].max(initial=0.0) for rows in around], "ms", "lower")
-    if len(playing):
-        gaps = [1e3 * float(np.percentile(playing[:, 2], share)) for share in (50, 95, 100)]
-        result.note(f"mixture: longest gap in a step's tokens without a push: p50 {gaps[0]:.1f}, p95 {gaps[1]:.1f}, max {gaps[2]:.1f} ms")
-    result.add("mixture: swap", [1e3 * (end - start) for _, _, start, end in pushes], "ms", "lower")
-    result.add(
-        "mixture: push, from its announcement to the swap's end", [1e3 * (end - began) for _, began, _, end in pushes], "ms", "lower"
-    )
-    for line in (line for line in run.log("trainer-0").splitlines() if "GB/s on the wire" in line):
-        result.note(f"mixture: {line.partition('push ')[1]}{line.partition('push ')[2]}")
-    for rank in range(run.config.run.fsdp_world_size or 1):
-        said = [line for line in run.log(f"trainer-{rank}").splitlines() if "training is over" in line or "warmed up" in line]
-        result.note(f"mixture: rank {rank}: " + "; ".join(line.partition(" INFO ")[2] or line for line in said))
-    for index, used in memory.most_mib.items():
-        result.add("mixture: memory, nvidia-smi's largest", used / 1024, "GiB", gpu=index)
-    rounds = run.rounds()
-    result.add("mixture: trained tokens", [line["Train/TokensPerSec"] for line in rounds], "tokens/s", "higher")
-    generated = [line["Infer/TokensPerSec"] for line in rounds if "Infer/TokensPerSec" in line]
-    result.add("mixture: generated tokens", generated, "tokens/s", "higher")
-    result.add("mixture: largest over mean load of the ranks", run.balance(), "", "lower")
-
-
 def main() -> None:
     parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--cpu", action="store_true", help="the same processes on CPUs")
-    parser.add_argument("--tp", action="store_true", help="with --cpu: one engine over two processes too")
+    parser.add_argument("--chains", nargs="+", choices=("two", "tp"), default=["two", "tp"], help="placements: which")
     parser.add_argument("--games", type=Path, help="folder of games (default: the demo's, made where they are not there)")
     parser.add_argument("--rounds", type=int, default=6, help="placements: of each run")
     parser.add_argument("--model", default="0.75b", help="trainer, engines: one of bench/models.py")

@@ -23,12 +23,13 @@ MIXTURES: dict[str, dict[str, int]] = {
     "moe-tiny": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": 32}
     | {"num_experts": 8, "num_experts_per_tok": 2},
     "moe-2b": _A3B | {"num_hidden_layers": 2},
+    "moe-3b": _A3B | {"num_hidden_layers": 4},
     "moe-5b": _A3B | {"num_hidden_layers": 7},
 }
-"""Qwen3-MoE shapes. moe-2b and moe-5b are two and seven of the 48 layers of Qwen3-30B-A3B, with its vocabulary."""
-_LARGE = ("0.75b", "moe-2b", "moe-5b")
+"""Qwen3-MoE shapes. The large ones are two, four and seven of the 48 layers of Qwen3-30B-A3B, with its vocabulary."""
+_LARGE = ("0.75b", "moe-2b", "moe-3b", "moe-5b")
 """With a head of their own, Qwen3's vocabulary, saved in bfloat16."""
-_HEAD_DIMS = {"4m": 32, "25m": 64, "0.75b": 128, "moe-tiny": 32, "moe-2b": 128, "moe-5b": 128}
+_HEAD_DIMS = {"4m": 32, "25m": 64, "0.75b": 128, "moe-tiny": 32, "moe-2b": 128, "moe-3b": 128, "moe-5b": 128}
 
 
 def model_folder(name: str, temporary: Path) -> Path:

@@ -15,6 +15,7 @@ the same processes; a step's memory is what it needs at its peak beside what sta
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import sys
@@ -77,6 +78,7 @@ class Work:
     on_gpu: bool
     ranks: int
     profile: str | None = None
+    turn: str | None = None
 
 
 class Rig:
@@ -253,7 +255,10 @@ def measure(work: Work, ranks: Ranks) -> list[dict[str, Any]]:
 def measure_budget(work: Work, budget: int, ranks: Ranks, rigs: dict[str, Rig], packs: list[list[RLSample]]) -> dict[str, Any]:
     for rig in rigs.values():
         rig.use(packs)
-    steps = alternate({name: rig.step for name, rig in rigs.items()}, repeats=work.repeats, warmup=work.warmup)
+    sides = {name: rig.step for name, rig in rigs.items()}
+    alternate(sides, repeats=1, warmup=work.warmup - 1)
+    with turn_of(work, ranks):
+        steps = alternate(sides, repeats=work.repeats, warmup=int(work.turn is not None))
     samples = [sample for batch in packs for sample in batch]
     flops = {name: ranks.sums([step_flops(rig.model, packs, only_trained=only_trained(name))])[0] for name, rig in rigs.items()}
     return {
@@ -265,6 +270,16 @@ def measure_budget(work: Work, budget: int, ranks: Ranks, rigs: dict[str, Rig], 
         "rest": {name: rig.rest_bytes for name, rig in rigs.items()},
         "utilization": float(np.mean([sum(map(len, pack)) for pack in packs])) / budget,
     }
+
+
+@contextmanager
+def turn_of(work: Work, ranks: Ranks) -> Iterator[None]:
+    """While other scripts with the same `--turn` stand still. Collective."""
+    with open(work.turn if work.turn and ranks.rank == 0 else os.devnull) as file:
+        if work.turn and ranks.rank == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        ranks.sums([0.0])
+        yield
 
 
 def say(ranks: Ranks, text: str) -> None:
@@ -341,6 +356,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1] if on_gpu else [1, 2], help="trainer ranks, one run for each")
     parser.add_argument("--lengths", default="long", choices=recorded_names(), help="which recorded episodes")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each setting that do not count")
+    parser.add_argument("--turn", help="file to hold a lock on while measuring: several scripts start together and measure one by one")
     parser.add_argument("--profile", help="folder for a torch profile of one step of the first setting (one rank)")
     args = parse(parser)
     if args.quick:
@@ -351,7 +367,7 @@ def main() -> None:
         for num_ranks in args.ranks:
             work = Work(
                 folder=str(folder), settings=default_settings(args, on_gpu), budgets=args.budgets, packs=args.packs, lengths=args.lengths,
-                repeats=args.repeats, warmup=args.warmup, on_gpu=on_gpu, ranks=num_ranks, profile=args.profile,
+                repeats=args.repeats, warmup=args.warmup, on_gpu=on_gpu, ranks=num_ranks, profile=args.profile, turn=args.turn,
             )  # fmt: skip
             for measured in run_ranks(work, Path(temporary)):
                 report(result, work, measured)
