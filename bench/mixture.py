@@ -35,9 +35,12 @@ def measure_mixture(bench: Any) -> None:
         return num_rounds >= args.pushes
 
     # Told to end before it has: what it would save of a mixture is many times what a machine's memory and disk do in this time.
-    run = bench.run("mixture", _mixture_flags(args), launcher=launcher, until=has_pushed)
-    memory.stop()
-    _report_mixture(bench.result, run, memory)
+    try:
+        bench.run("mixture", _mixture_flags(args), launcher=launcher, until=has_pushed)
+    finally:
+        memory.stop()
+        if (bench.folder / "mixture" / "pushes-0.npy").exists():  # what was measured counts, whatever came then
+            _report_mixture(bench.result, RunFolder(bench.folder / "mixture"), memory)
 
 
 def _mixture_flags(args: argparse.Namespace) -> list[str]:
