@@ -42,7 +42,7 @@ def settings(num_engines: int, args: Any, *, on_gpu: bool) -> dict[str, Any]:
         "placement": "dedicated" if on_gpu else "cpu",
     }
     if on_gpu:
-        values |= {"kv_cache_gib": args.kv_cache_gib, "gpu_memory_utilization": 0.5, "enforce_eager": args.eager}
+        values |= {"kv_cache_gib": args.kv_cache_gib, "gpu_memory_utilization": 0.2, "enforce_eager": args.eager}
     if args.games:
         values["tw_game_dir"] = str(args.games.resolve())
     return values
@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="episodes that a rollout process plays at a time")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each stretch in which rollouts play")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs in vLLM")
-    parser.add_argument("--kv-cache-gib", type=float, default=16.0, help="of each engine, on a GPU")
+    parser.add_argument("--kv-cache-gib", type=float, default=8.0, help="of each engine, on a GPU")
     parser.add_argument("--games", type=Path, help="folder of games (default: the demo's)")
     parser.add_argument("--start-when", type=Path, help="start the engines at once, but measure only once this file is there")
     args = parse(parser)
