@@ -106,17 +106,6 @@ def test_the_operators_say_the_truth_about_themselves() -> None:
     torch.library.opcheck(cudnn_attention._attention_backward, (torch.randn_like(output), *detached, output, stats, *arguments[3:]))
 
 
-def test_rows_that_are_views_are_taken() -> None:
-    """A fused projection gives queries, keys and values as columns of one matrix."""
-    torch.manual_seed(0)
-    lengths = [6, 3]
-    joined = torch.randn(9, 8, 16)
-    views, pack = joined.split([4, 2, 2], dim=1), _layout(lengths)
-    got = cudnn_attention.attend(*views, **pack, scale=0.25, window=None)
-    expected = cudnn_attention.attend(*(view.contiguous() for view in views), **pack, scale=0.25, window=None)
-    assert torch.equal(got, expected)
-
-
 def test_without_segments_rows_of_a_batch_are_plain_causal_attention() -> None:
     tensors = [tensor.detach().expand(2, -1, -1, -1) for tensor in _heads(10)]
     got, _ = attention.cudnn_attention(torch.nn.Module(), *tensors, None, scaling=0.3)

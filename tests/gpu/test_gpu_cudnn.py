@@ -69,6 +69,19 @@ def test_no_sample_sees_another() -> None:
     assert torch.equal(_attend(tensors, lengths, 0.125)[300:500], before[300:500])
 
 
+def test_rows_that_are_views_are_taken() -> None:
+    """A fused projection gives queries, keys and values as columns of one matrix."""
+    torch.manual_seed(0)
+    lengths = [600, 31]
+    joined = torch.randn(631, 8, 64, device=GPU).bfloat16().requires_grad_()
+    whole = [part.detach().contiguous().requires_grad_() for part in joined.split([4, 2, 2], dim=1)]
+    got, expected = _attend(list(joined.split([4, 2, 2], dim=1)), lengths, 0.125), _attend(whole, lengths, 0.125)
+    assert torch.equal(got, expected)
+    got.float().sum().backward()
+    expected.float().sum().backward()
+    assert _relative_error(joined.grad, torch.cat([part.grad for part in whole], dim=1)) < 1e-2  # dq is added up in any order
+
+
 def test_packs_of_a_class_are_planned_once() -> None:
     tensors = [torch.randn(2000, count, 64, device=GPU).bfloat16().requires_grad_() for count in (4, 2, 2)]
     counts = []
