@@ -25,26 +25,43 @@ def _samples(tensors: tuple[Tensor, ...], segment_ends: Tensor, segment_sizes: T
         yield [tensor[start : start + size].transpose(0, 1)[None] for tensor in tensors]
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    groups, length = query.shape[1] // key.shape[1], query.shape[2]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+def _probabilities(query: Tensor, key: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    """(each row's softmax, the log of its sum): [1, H, S, S], [1, H, S, 1]."""
+    length = query.shape[2]
     distance = torch.arange(length)[:, None] - torch.arange(length)
     scores = (query @ key.mT * scale).masked_fill((distance < 0) | (distance >= (window or length)), -torch.inf)
-    return (scores.softmax(-1) @ value)[0].transpose(0, 1), scores.logsumexp(-1)[0].transpose(0, 1)[..., None]
+    return scores.softmax(-1), scores.logsumexp(-1, keepdim=True)
+
+
+def _for_each_query(keys: Tensor, query: Tensor) -> Tensor:
+    return keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+
+
+def _packed(parts: list[Tensor]) -> Tensor:
+    """[T, H, D] of samples of [1, H, S, D]."""
+    return torch.cat([part[0].transpose(0, 1) for part in parts])
 
 
 @cudnn_attention._attention.register_kernel("cpu")
 def _forward(query, key, value, segment_ends, segment_sizes, longest, scale, window):
-    parts = [_causal(*sample, scale, window) for sample in _samples((query, key, value), segment_ends, segment_sizes)]
-    return torch.cat([output for output, _ in parts]), torch.cat([stats for _, stats in parts])
+    outputs, stats = [], []
+    for q, k, v in _samples((query, key, value), segment_ends, segment_sizes):
+        probabilities, sums = _probabilities(q, _for_each_query(k, q), scale, window)
+        outputs.append(probabilities @ _for_each_query(v, q))
+        stats.append(sums)
+    return _packed(outputs), _packed(stats)
 
 
 @cudnn_attention._attention_backward.register_kernel("cpu")
 def _backward(grad, query, key, value, output, stats, segment_ends, segment_sizes, longest, scale, window):
-    tensors = tuple(tensor.detach().requires_grad_() for tensor in (query, key, value))
-    with torch.enable_grad():
-        parts = [_causal(*sample, scale, window)[0] for sample in _samples(tensors, segment_ends, segment_sizes)]
-        return torch.autograd.grad(torch.cat(parts), tensors, grad)
+    """By hand: below an operator nothing is recorded."""
+    grads = []
+    for d_out, q, k, v, out in _samples((grad, query, key, value, output), segment_ends, segment_sizes):
+        probabilities, _ = _probabilities(q, _for_each_query(k, q), scale, window)
+        d_scores = probabilities * (d_out @ _for_each_query(v, q).mT - (d_out * out).sum(-1, keepdim=True)) * scale
+        d_key, d_value = (part.unflatten(1, (k.shape[1], -1)).sum(2) for part in (d_scores.mT @ q, probabilities.mT @ d_out))
+        grads.append((d_scores @ _for_each_query(k, q), d_key, d_value))
+    return tuple(_packed(list(parts)) for parts in zip(*grads, strict=True))
 
 
 def _heads(total: int, heads: int = 4, key_heads: int = 2, size: int = 16) -> list[Tensor]:
