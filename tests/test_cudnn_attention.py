@@ -42,7 +42,7 @@ def _packed(parts: list[Tensor]) -> Tensor:
     return torch.cat([part[0].transpose(0, 1) for part in parts])
 
 
-@cudnn_attention._attention.register_kernel("cpu")
+@torch.library.impl("accerl::cudnn_attention", "CPU")
 def _forward(query, key, value, segment_ends, segment_sizes, longest, scale, window):
     outputs, stats = [], []
     for q, k, v in _samples((query, key, value), segment_ends, segment_sizes):
@@ -52,7 +52,7 @@ def _forward(query, key, value, segment_ends, segment_sizes, longest, scale, win
     return _packed(outputs), _packed(stats)
 
 
-@cudnn_attention._attention_backward.register_kernel("cpu")
+@torch.library.impl("accerl::cudnn_attention_backward", "CPU")
 def _backward(grad, query, key, value, output, stats, segment_ends, segment_sizes, longest, scale, window):
     """By hand: below an operator nothing is recorded."""
     grads = []
@@ -76,14 +76,14 @@ def _layout(lengths: list[int]) -> dict:
 @pytest.mark.parametrize("lengths", MIXES)
 def test_a_pack_is_described_by_its_class(lengths: list[int]) -> None:
     pack = _layout(lengths)
-    ends, sizes = pack["segment_ends"], pack["segment_sizes"]
-    assert sizes.tolist() == lengths + [0] * (len(sizes) - len(lengths))
-    assert len(sizes) & (len(sizes) - 1) == 0
-    assert len(sizes) < 2 * len(lengths)
-    assert ends[: len(sizes) + 1].diff().tolist() == sizes.tolist()
-    assert set(ends[len(lengths) :].tolist()) == {sum(lengths)}
-    assert len(ends) % 4 == 0
-    assert ends.dtype == sizes.dtype == torch.int32
+    ends, sizes = pack["segment_ends"].tolist(), pack["segment_sizes"].tolist()
+    num_segments = len(sizes) - 1
+    assert len(ends) == len(sizes)
+    assert num_segments & (num_segments - 1) == 0
+    assert len(lengths) <= num_segments < 2 * len(lengths)
+    assert sizes == lengths + [0] * (len(sizes) - len(lengths))
+    assert ends == [sum(lengths[:index]) for index in range(len(ends))]
+    assert pack["segment_ends"].dtype == pack["segment_sizes"].dtype == torch.int32
 
 
 def test_classes_are_few_and_close() -> None:
@@ -117,10 +117,12 @@ def test_the_operators_say_the_truth_about_themselves() -> None:
     """Schema, shapes without data, gradients, and all of it under the compiler with symbols for sizes."""
     pack, rows = _layout([5, 9, 2]), [tensor.detach()[0].transpose(0, 1).requires_grad_() for tensor in _heads(16)]
     arguments = (*rows, pack["segment_ends"], pack["segment_sizes"], pack["longest"], 0.25, 0)
-    torch.library.opcheck(cudnn_attention._attention, arguments)
+    torch.library.opcheck(torch.ops.accerl.cudnn_attention.default, arguments)
     detached = [row.detach() for row in rows]
-    output, stats = cudnn_attention._attention(*detached, *arguments[3:])
-    torch.library.opcheck(cudnn_attention._attention_backward, (torch.randn_like(output), *detached, output, stats, *arguments[3:]))
+    output, stats = torch.ops.accerl.cudnn_attention(*detached, *arguments[3:])
+    torch.library.opcheck(
+        torch.ops.accerl.cudnn_attention_backward.default, (torch.randn_like(output), *detached, output, stats, *arguments[3:])
+    )
 
 
 def test_without_segments_rows_of_a_batch_are_plain_causal_attention() -> None:

@@ -11,11 +11,10 @@ T tokens of a pack, B samples (rounded up to a power of two), H heads, K key hea
 import importlib
 import importlib.util
 import threading
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,14 +76,12 @@ def size_class(size: int, least: int) -> int:
 def layout(lengths: list[int], cu_seqlens: Tensor) -> dict[str, Any]:
     """Arguments of `attend` for a pack of samples of these lengths; `cu_seqlens` [samples + 1] int32 on the model's device.
 
-    Samples without tokens fill up to the class. Shapes and `longest` are a class's, so that packs of one class look alike.
+    Samples without tokens fill up to the class. Shapes and `longest` are a class's, so that packs of one class look alike; the odd
+    length of both tensors is no other size of a model, which a compiler would else take for the same.
     """
     num_segments = 1 << (len(lengths) - 1).bit_length()
-    # A multiple of four: every row of offsets made of it starts at 16 bytes.
-    num_ends = -(-(num_segments + 1) // 4) * 4
-    ends = torch.cat([cu_seqlens, cu_seqlens.new_full((num_ends - len(cu_seqlens),), sum(lengths))])
-    sizes = ends[1 : num_segments + 1] - ends[:num_segments]
-    return {"segment_ends": ends, "segment_sizes": sizes, "longest": size_class(max(lengths), 128)}
+    ends = torch.cat([cu_seqlens, cu_seqlens.new_full((num_segments + 1 - len(cu_seqlens),), sum(lengths))])
+    return {"segment_ends": ends, "segment_sizes": ends.diff(append=ends[-1:]), "longest": size_class(max(lengths), 128)}
 
 
 def attend(
@@ -102,7 +99,7 @@ def attend(
 
     `window`: how many tokens one sees, itself included. Differentiable in the first three.
     """
-    return _attention(query, key, value, segment_ends, segment_sizes, longest, scale, window or _NO_WINDOW)[0]
+    return torch.ops.accerl.cudnn_attention(query, key, value, segment_ends, segment_sizes, longest, scale, window or _NO_WINDOW)[0]
 
 
 class _Uid(IntEnum):
@@ -124,8 +121,7 @@ class _Uid(IntEnum):
     STATS_OFFSETS = 14
 
 
-@dataclass(frozen=True)
-class _Class:
+class _Class(NamedTuple):
     """What a plan is made for."""
 
     dtype: torch.dtype
@@ -141,13 +137,23 @@ class _Class:
     """Rows at most; the backward's accumulators are as large. 0 for the forward, which needs none."""
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     graph: Any
     workspace_bytes: int
 
 
-@torch.library.custom_op("accerl::cudnn_attention", mutates_args=(), device_types="cuda")
+_pack = "Tensor segment_ends, Tensor segment_sizes, SymInt longest, float scale, int window"
+_compiles = {"tags": torch.Tag.pt2_compliant_tag}
+# Not `torch.library.custom_op`: what that wraps around a call takes as long as the call.
+torch.library.define("accerl::cudnn_attention", f"(Tensor query, Tensor key, Tensor value, {_pack}) -> (Tensor, Tensor)", **_compiles)
+torch.library.define(
+    "accerl::cudnn_attention_backward",
+    f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor stats, {_pack}) -> (Tensor, Tensor, Tensor)",
+    **_compiles,
+)
+
+
+@torch.library.impl("accerl::cudnn_attention", "CUDA")
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, segment_ends: Tensor, segment_sizes: Tensor, longest: int, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
@@ -160,12 +166,12 @@ def _attention(
     return output, stats
 
 
-@_attention.register_fake
+@torch.library.register_fake("accerl::cudnn_attention")
 def _(query, key, value, segment_ends, segment_sizes, longest, scale, window):
     return query.new_empty(query.shape), query.new_empty((query.shape[0], query.shape[1], 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("accerl::cudnn_attention_backward", mutates_args=(), device_types="cuda")
+@torch.library.impl("accerl::cudnn_attention_backward", "CUDA")
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, stats: Tensor,
     segment_ends: Tensor, segment_sizes: Tensor, longest: int, scale: float, window: int,
@@ -180,7 +186,7 @@ def _attention_backward(
     return grads
 
 
-@_attention_backward.register_fake
+@torch.library.register_fake("accerl::cudnn_attention_backward")
 def _(grad, query, key, value, output, stats, segment_ends, segment_sizes, longest, scale, window):
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
@@ -191,22 +197,25 @@ def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = _attention_backward(grad, *ctx.saved_tensors, ctx.longest, ctx.scale, ctx.window)
+    grads = torch.ops.accerl.cudnn_attention_backward(grad, *ctx.saved_tensors, ctx.longest, ctx.scale, ctx.window)
     return *grads, None, None, None, None, None
 
 
-_attention.register_autograd(_differentiate, setup_context=_remember)
+torch.library.register_autograd("accerl::cudnn_attention", _differentiate, setup_context=_remember)
 
 
 def _class_of(query: Tensor, key: Tensor, segment_sizes: Tensor, longest: int, scale: float, window: int, *, max_tokens: int) -> _Class:
     (_, heads, head_size), key_heads = query.shape, key.shape[1]
-    device, num_segments = query.device.index or 0, len(segment_sizes)
+    device, num_segments = query.device.index or 0, len(segment_sizes) - 1
     return _Class(query.dtype, device, num_segments, longest, heads, key_heads, head_size, scale, window, max_tokens)
 
 
 def _ragged(kind: _Class, segment_ends: Tensor, segment_sizes: Tensor) -> dict[int, Tensor]:
     """Lengths, and where each sample starts in elements of the packed rows: a small kernel, though 28 layers ask for the same."""
-    offsets = segment_ends * _row_sizes(kind.heads, kind.key_heads, kind.head_size, segment_ends.device)
+    num_ends = kind.num_segments + 1
+    # Each row starts at 16 bytes.
+    offsets = torch.empty((3, -(-num_ends // 2) * 2), dtype=torch.int64, device=segment_ends.device)
+    torch.mul(segment_ends, _row_sizes(kind.heads, kind.key_heads, kind.head_size, segment_ends.device), out=offsets[:, :num_ends])
     return {
         _Uid.SIZES_OF_QUERIES: segment_sizes,
         _Uid.SIZES_OF_KEYS: segment_sizes,

@@ -25,12 +25,16 @@ def shard(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device,
 
     Masters and gradients are float32, compute is in `compute_dtype`. Gradients are *summed* over ranks: the loss already
     carries the count of the whole optimizer step. `unsharded`: keep whole parameters from a forward to its backward.
+
+    One rank that keeps them has nothing to gather or reduce beside its computing: the model is one unit, and the host, which
+    the hooks of a unit cost half a millisecond a layer and pass, stays ahead of the GPU.
     """
+    layers, is_one_unit = decoder_layers(model), unsharded and torch.distributed.get_world_size() == 1
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
-    for module in [*decoder_layers(model), model]:
+    for module in [model] if is_one_unit else [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not unsharded)
     for module in model.modules():
         if isinstance(module, FSDPModule):
