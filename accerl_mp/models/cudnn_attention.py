@@ -142,14 +142,14 @@ class _Plan(NamedTuple):
     workspace_bytes: int
 
 
-_pack = "Tensor segment_ends, Tensor segment_sizes, SymInt longest, float scale, int window"
-_compiles = {"tags": torch.Tag.pt2_compliant_tag}
+_PACK = "Tensor segment_ends, Tensor segment_sizes, SymInt longest, float scale, int window"
+_COMPILES = {"tags": torch.Tag.pt2_compliant_tag}
 # Not `torch.library.custom_op`: what that wraps around a call takes as long as the call.
-torch.library.define("accerl::cudnn_attention", f"(Tensor query, Tensor key, Tensor value, {_pack}) -> (Tensor, Tensor)", **_compiles)
+torch.library.define("accerl::cudnn_attention", f"(Tensor query, Tensor key, Tensor value, {_PACK}) -> (Tensor, Tensor)", **_COMPILES)
 torch.library.define(
     "accerl::cudnn_attention_backward",
-    f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor stats, {_pack}) -> (Tensor, Tensor, Tensor)",
-    **_compiles,
+    f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor stats, {_PACK}) -> (Tensor, Tensor, Tensor)",
+    **_COMPILES,
 )
 
 
