@@ -45,8 +45,8 @@ class ModelConfig:
     )
     trust_remote_code: bool = flag(False, "let Transformers and vLLM run code that the model folder carries")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
-    attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = flag(
-        "auto", "trainer attention; auto: torch varlen on GPU, SDPA per segment on CPU"
+    attn_implementation: Literal["auto", "cudnn", "varlen", "flash_attention_2", "sdpa"] = flag(
+        "auto", "trainer attention; auto: the first of cudnn (Hopper and up, nvidia-cudnn-frontend), torch varlen (GPU), SDPA per segment"
     )
     compile: Literal["auto", "on", "off"] = flag("auto", "compile each decoder layer; auto: on GPU, unless attention is sdpa")
     chat_template: str | None = flag(None, "Jinja file that replaces the model's own chat template")
@@ -334,9 +334,9 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
     world_size = _default(run.fsdp_world_size, _default_world_size(placement, num_gpus, config.inference.infer_tp_size * infer_size))
     run_folder = config.metrics.log_dir or log_dir
     dtype = _resolve_auto(config.model.dtype, "float32" if placement == "cpu" else "bfloat16")
-    attention = _resolve_auto(
-        config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" and not run.deterministic else "sdpa"
-    )
+    # Which of a GPU's kernels `auto` takes follows from the card and the model: the trainer says it when it has loaded them.
+    has_kernels = placement != "cpu" and dtype == "bfloat16" and not run.deterministic
+    attention = _resolve_auto(config.model.attn_implementation, "auto" if has_kernels else "sdpa")
     group_size = _default(config.algorithm.grpo_group_size, run.rollout_batch_size)
     step_samples = batch.batch_size * batch.grad_accum_steps
     # Room for a step's samples beside a group that is on its way, whatever the group size.

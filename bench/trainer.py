@@ -3,8 +3,8 @@
 What is limited here: arithmetic. The limit is measured in the same run as a plain matrix product (bfloat16 8192^3 on a GPU, float32
 1024^3 on one core times the ranks elsewhere); MFU on an H100 or H200 is over the card's 989 TFLOP/s, elsewhere over that product.
 FLOPs of a pack of samples with T_i tokens: 6 x (parameters without embeddings and head, of experts the active share) x sum T_i
-+ 6 x (head) x projected positions + 6 x layers x (heads x head size) x sum T_i^2 for causal attention, forward and backward.
-Embeddings and recomputation do not count.
++ 6 x (head) x projected positions + 6 x layers x (heads x head size) x sum T_i^2 for attention, forward and backward: causal, so half
+of the 12 that all pairs of tokens would take. Embeddings and recomputation (of layers, of attention scores) do not count.
 
 A step is what a run does: build the micro-batches, forward, backward, clip, update, on every rank. Settings alternate step by step in
 the same processes; a step's memory is what it needs at its peak beside what stands between steps.
@@ -55,13 +55,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full_logits": {"train_logprob_mode": "full_logits_ce"},
     "padded": {"train_packing": "padded", "train_logprob_mode": "full_logits_ce"},
     "eager": {"compile": "off"},
+    "cudnn": {"attn_implementation": "cudnn"},
+    "varlen": {"attn_implementation": "varlen"},
     "sdpa": {"compile": "off", "attn_implementation": "sdpa"},
     "flash_attention_2": {"compile": "off", "attn_implementation": "flash_attention_2"},
     "checkpointing": {"gradient_checkpointing": True},
 }
 """What each changes of `base`: varlen packs, head at trained positions, the attention and compilation that a run takes by itself."""
-COMPARED = (("base", "full_logits"), ("full_logits", "padded"), ("base", "padded"), ("base", "eager"), ("eager", "sdpa"))
-GPU_ONLY = ("eager", "sdpa")
+COMPARED = (
+    ("base", "full_logits"),
+    ("full_logits", "padded"),
+    ("base", "padded"),
+    ("base", "eager"),
+    ("eager", "sdpa"),
+    ("cudnn", "varlen"),
+)
+GPU_ONLY = ("eager", "cudnn", "varlen", "sdpa", "flash_attention_2")
+OPTIONAL = ("cudnn", "flash_attention_2")
+"""Need a package that may not be there."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +354,7 @@ def default_settings(args: Any, on_gpu: bool) -> list[str]:
     if args.settings:
         return args.settings
     chosen = [name for name in SETTINGS if on_gpu or name not in GPU_ONLY]
-    return chosen[:3] if args.quick else [name for name in chosen if name != "flash_attention_2"]
+    return chosen[:3] if args.quick else [name for name in chosen if name not in OPTIONAL]
 
 
 def main() -> None:

@@ -124,7 +124,7 @@ def test_an_unknown_flag_is_named_with_the_nearest_one() -> None:
 
 @pytest.mark.parametrize(
     ("num_gpus", "expected"),
-    [(0, ("cpu", 2, 1, "float32", "sdpa")), (1, ("colocated", 1, 1, "bfloat16", "varlen")), (4, ("dedicated", 3, 1, "bfloat16", "varlen"))],
+    [(0, ("cpu", 2, 1, "float32", "sdpa")), (1, ("colocated", 1, 1, "bfloat16", "auto")), (4, ("dedicated", 3, 1, "bfloat16", "auto"))],
 )
 def test_defaults_follow_from_the_gpus(num_gpus: int, expected: tuple) -> None:
     config = resolve(Config(), num_gpus=num_gpus, log_dir="runs/x")
@@ -136,7 +136,8 @@ def test_only_attention_over_a_whole_pack_is_compiled() -> None:
     def choice(**values: Any) -> str:
         return resolve(Config.from_flat(values), num_gpus=2, log_dir="unused").model.compile
 
-    assert (choice(), choice(attn_implementation="flash_attention_2"), choice(attn_implementation="sdpa")) == ("on", "on", "off")
+    assert {choice(attn_implementation=name) for name in ("auto", "cudnn", "varlen", "flash_attention_2")} == {"on"}
+    assert choice(attn_implementation="sdpa") == "off"
     assert choice(deterministic=True) == choice(dtype="float32") == choice(placement="cpu") == "off"
     typed = Config.from_flat({"compile": "on", "attn_implementation": "sdpa", "train_packing": "varlen", "tw_game_dir": "unused"})
     warnings = checks.warnings(resolve(typed, num_gpus=2, log_dir="unused"), typed)

@@ -7,6 +7,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 UNSHARDED_SHARE = 0.25
 """Share of a GPU's memory that whole parameters and gradients may take for the length of an optimizer step."""
+ONE_UNIT_SHARE = 0.05
+"""Share of it that two float32 copies of the gradients may take where a model is one unit."""
 UNSHARDED_BYTES_CPU = 2 << 30
 """Likewise on CPU, where ranks share the machine's memory with vLLM."""
 
@@ -25,17 +27,33 @@ def shard(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device,
 
     Masters and gradients are float32, compute is in `compute_dtype`. Gradients are *summed* over ranks: the loss already
     carries the count of the whole optimizer step. `unsharded`: keep whole parameters from a forward to its backward.
+
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
-    for module in [*decoder_layers(model), model]:
+    layers = decoder_layers(model)
+    for module in [model] if unsharded and _is_one_unit(model, device) else [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not unsharded)
+    if torch.distributed.get_world_size() == 1:
+        return  # nothing is summed: a divisor, even 1, would be one more pass over all gradients
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has neither AVG nor PREMUL_SUM
+
+
+def _is_one_unit(model: nn.Module, device: torch.device) -> bool:
+    """Whether the model is sharded as a whole rather than layer by layer.
+
+    One rank that keeps whole parameters has nothing to send beside its computing, and a unit's hooks cost the host half a millisecond
+    a layer and pass: with the model as one unit it stays ahead of the GPU. Gradients are then copied all at once.
+    """
+    if torch.distributed.get_world_size() > 1:
+        return False
+    copies_bytes = sum(2 * 4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return device.type != "cuda" or copies_bytes <= ONE_UNIT_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def fits_unsharded(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device) -> bool:

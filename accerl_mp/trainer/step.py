@@ -10,6 +10,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,11 +133,12 @@ class Stepper:
                 sums += batch_sums
                 ratio_max = torch.maximum(ratio_max, batch_ratio)
                 shapes.append(shape)
+        squares = self._gradient_squares()
         if device.type == "cuda":  # the update waits for the gradients anyway; this way the time goes to whom it belongs
             torch.cuda.current_stream().synchronize()
         computed = time.perf_counter()
         rate = self._learning_rate(step)
-        grad_norm, is_bad = self._update(sums[0], rate)
+        grad_norm, is_bad = self._update(sums[0], squares, rate)
         values = torch.cat([sums, ratio_max[None]]).tolist()
         if self._witness:  # only now: the device has nothing left to do, so that its copies hold up nothing
             self._witness.see(seen, step=step)
@@ -202,11 +204,18 @@ class Stepper:
             sums = torch.cat([loss.detach()[None], torch.stack(parts).sum(1)])
             return sums, ratio.max(), logprobs.detach()
 
+    def _local_grads(self) -> list[Tensor]:
+        return [_local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
+
     @torch.no_grad()
-    def _update(self, loss_share: Tensor, rate: float) -> tuple[float, bool]:
+    def _gradient_squares(self) -> Tensor:
+        """Of this rank's shards, on the device."""
+        grads = self._local_grads()
+        return torch.stack(torch._foreach_norm(grads)).square().sum() if grads else torch.zeros((), device=self._ranks.device)
+
+    @torch.no_grad()
+    def _update(self, loss_share: Tensor, squares: Tensor, rate: float) -> tuple[float, bool]:
         """(gradient norm before clipping, whether the step was skipped). The norm is over all ranks' shards."""
-        grads = [_local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
-        squares = torch.stack(torch._foreach_norm(grads)).square().sum() if grads else torch.zeros((), device=self._ranks.device)
         loss_sum, square_sum = self._ranks.sums(torch.stack([loss_share, squares]).tolist())
         grad_norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         is_bad = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
@@ -214,7 +223,7 @@ class Stepper:
         if not is_bad:
             limit = self._config.optimizer.max_grad_norm
             if 0 < limit < grad_norm:
-                torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
+                torch._foreach_mul_(self._local_grads(), limit / (grad_norm + 1e-6))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
@@ -241,6 +250,19 @@ class Stepper:
         )
 
 
+class ShardAdamW(torch.optim.AdamW):
+    """AdamW whose kernels see a rank's shards as plain tensors; parameters and state stay DTensors.
+
+    Element by element it is the same; through DTensor the host takes 7 ms to launch the update of 300 parameters.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [_local(tensor) for tensor in tensors]
+        return has_complex
+
+
 def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> torch.optim.Optimizer:
     """AdamW over what trains; weight decay on matrices only, not on norms and biases."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -248,7 +270,7 @@ def build_optimizer(model: nn.Module, config: Config, device: torch.device) -> t
     vectors = [parameter for parameter in trainable if parameter.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": config.optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.optimizer.learning_rate, fused=device.type == "cuda")
+    return ShardAdamW(groups, lr=config.optimizer.learning_rate, fused=device.type == "cuda")
 
 
 def _local(tensor: Tensor) -> Tensor:

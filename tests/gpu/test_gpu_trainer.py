@@ -12,6 +12,7 @@ import torch
 from trainer_cases import config_for, made_samples, sharded_model, single_rank, start_ranks, train_steps
 
 from accerl_mp.config import Config
+from accerl_mp.models import cudnn_attention
 from accerl_mp.models.build import compute_dtype
 from accerl_mp.models.names import iter_weights
 from accerl_mp.trainer.probe import forced_logprobs
@@ -21,6 +22,8 @@ from accerl_mp.transport.health import Health
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 needs_flash_attn = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
+MISSING = cudnn_attention.obstacle(torch.device("cuda"), torch.bfloat16, 64) if torch.cuda.is_available() else "no GPU here"
+needs_cudnn = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 64, "vocab_size": 1504}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ON_GPU = {"dtype": "bfloat16", "placement": "dedicated", "attn_implementation": "varlen", "compile": "on"}
@@ -87,6 +90,8 @@ def _trained_on_cpu(folder: Path) -> dict[str, Any]:
         {"compile": "off"},
         {"attn_implementation": "sdpa", "compile": "off"},
         pytest.param({"attn_implementation": "flash_attention_2"}, marks=needs_flash_attn),
+        pytest.param({"attn_implementation": "cudnn"}, marks=needs_cudnn),
+        pytest.param({"attn_implementation": "cudnn", "gradient_checkpointing": True}, marks=needs_cudnn),
         {"gradient_checkpointing": True},
         {"train_logprob_mode": "full_logits_ce"},
         {"train_packing": "padded", "train_logprob_mode": "full_logits_ce"},
@@ -103,14 +108,15 @@ def test_a_step_is_that_of_float32_on_the_cpu(options: dict[str, Any], tmp_path:
     assert (exact["after"] - exact["before"]).abs().mean() > 0.06  # the three steps did move it
 
 
-def test_one_compilation_serves_every_layer_and_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", ["varlen", pytest.param("cudnn", marks=needs_cudnn)])
+def test_one_compilation_serves_every_layer_and_length(chosen: str, tmp_path: Path) -> None:
     """A length or a layer that compiled anew would cost seconds in the middle of a run, and past eight times fall back to eager."""
     from torch._dynamo.utils import counters
 
     tiny.save_tiny(tmp_path, **SIZES)
     torch._dynamo.reset()
     counters.clear()
-    config = _config(tmp_path)
+    config = _config(tmp_path, attn_implementation=chosen)
     with _gpu_rank(0, 1) as ranks:
         model, unsharded = build_sharded(config, ranks, torch.bfloat16)
         train_steps(model, config, ranks, _steps(), unsharded=unsharded)
@@ -121,9 +127,10 @@ def test_one_compilation_serves_every_layer_and_length(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == first
 
 
-def test_memory_stays_flat(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", ["varlen", pytest.param("cudnn", marks=needs_cudnn)])
+def test_memory_stays_flat(chosen: str, tmp_path: Path) -> None:
     tiny.save_tiny(tmp_path, **SIZES)
-    config, used = _config(tmp_path), []
+    config, used = _config(tmp_path, attn_implementation=chosen), []
     with _gpu_rank(0, 1) as ranks:
         model, unsharded = build_sharded(config, ranks, torch.bfloat16)
         for _ in range(4):
