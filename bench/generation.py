@@ -129,11 +129,10 @@ class Generation:
 
     def _drain(self) -> None:
         """Read and release: rollouts never wait for room."""
-        for record in self._reader.ready():
-            sample = self._reader.read(record)
+        records = self._reader.ready()
+        self.samples = [*self.samples, *(sample for sample in self._reader.read_all(records) if sample is not None)][-512:]
+        for record in records:
             self._reader.release(record, "trained")
-            if sample is not None:
-                self.samples = [*self.samples[-511:], sample]
 
     def _signal(self, number: signal.Signals) -> None:
         for name, process in self._processes.items():

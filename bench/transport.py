@@ -27,7 +27,7 @@ import zmq
 
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import sockets
-from accerl_mp.transport.codec import sample_size_bytes
+from accerl_mp.transport.codec import encode_group
 from accerl_mp.transport.process import die_with_parent
 from bench import transport_ours
 from bench.common import Result, alternate, make_parser, memcpy_bytes_per_s, parse, repeat, stopwatch
@@ -55,7 +55,7 @@ def make_sides(vs: str | None, stack: ExitStack, result: Result) -> dict[str, Si
 def measure_throughput(result: Result, sides: dict[str, Side], stream: Stream, repeats: int, *, warmup: int) -> None:
     """All sides, as fast as it goes."""
     labels = {"tokens": stream.num_tokens, "workers": stream.num_workers}
-    size_bytes = sample_size_bytes(make_groups(stream, 0)[0][0])
+    size_bytes = encode_group(make_groups(stream, 0)[0]).size_bytes / stream.group_size
     runs = alternate({name: lambda side=side: side(stream) for name, side in sides.items()}, repeats=repeats, warmup=warmup)
     rates = {name: [run["num_samples"] / run["seconds"] for run in values] for name, values in runs.items()}
     for name, values in runs.items():

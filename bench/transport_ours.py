@@ -127,7 +127,8 @@ def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier) -> None:
 def _send(socket: zmq.Socket, group: list[RLSample]) -> None:
     """As rollout/work.py does, without records of episodes."""
     header = {"op": "group", "group_id": group[0].group_id, "kind": "train", "eval_id": -1, "outcome": "samples", "episodes": []}
-    socket.send_multipart([channels.pack("played", header), *codec.encode_samples(group)], copy=False)
+    encoded = codec.encode_group(group)
+    socket.send_multipart([channels.pack("played", header), encoded.header, encoded.body], copy=False)
 
 
 def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:
@@ -167,8 +168,8 @@ def _trainer(run_dir: Path, stream: Stream, ready: Barrier, answers: Any) -> Non
 
 
 def _read_all(reader: RingReader, arrivals: Arrivals) -> None:
-    for record in reader.ready():
-        sample = reader.read(record)
+    records = reader.ready()
+    for record, sample in zip(records, reader.read_all(records), strict=True):
         if sample is None:
             raise RuntimeError(f"record {record.sequence} was torn: nothing may overtake the reader here")
         arrivals.add(sample.reward, len(sample))

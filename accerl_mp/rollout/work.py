@@ -4,13 +4,16 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from accerl_mp.rollout.collect import Deal, Group
 from accerl_mp.rollout.tasks import first_to_end
+from accerl_mp.samples import RLSample
 from accerl_mp.topology import RunPaths
-from accerl_mp.transport import channels, codec, sockets
+from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import ASK_AGAIN_S, MAX_UNACKED, RESEND_S
+from accerl_mp.transport.codec import Frame, encode_group
 from accerl_mp.transport.errors import Closed
 from accerl_mp.transport.health import Health
 
@@ -23,7 +26,7 @@ _log = logging.getLogger(__name__)
 class _Sent:
     """A played group that ingest has not acknowledged."""
 
-    frames: list[bytes]
+    frames: list[Frame]
     sent_at: float = field(default_factory=time.monotonic)
 
 
@@ -74,7 +77,7 @@ class WorkClient:
     async def send(self, group: Group) -> None:
         """Hand in a played group; returns once it is on its way, with fewer than MAX_UNACKED before it."""
         group_id = group.deal.group_id
-        frames = [channels.pack("played", _played(group)), *(codec.encode_samples(group.samples) if group.samples else [])]
+        frames = [channels.pack("played", _played(group)), *_frames(group.samples)]
         what = f"ingest/0 to take groups, of which {MAX_UNACKED} have no ack"
         with self._health.waiting(what, self._timeout_s, "--replay-sample-timeout-seconds") as wait:
             while len(self._sent) >= MAX_UNACKED:
@@ -129,6 +132,14 @@ class WorkClient:
                     sent.sent_at = now
                     await self._samples.send_multipart(sent.frames, copy=False)
             await asyncio.sleep(_POLL_S / 10)
+
+
+def _frames(samples: Sequence[RLSample]) -> list[Frame]:
+    """None where nothing is to be trained."""
+    if not samples:
+        return []
+    encoded = encode_group(samples)
+    return [encoded.header, encoded.body]
 
 
 def _played(group: Group) -> dict:

@@ -58,13 +58,13 @@ class RingView:
     @property
     def free_bytes(self) -> int:
         """Whole pages; exact for the next record."""
-        return (self.memory.num_pages - _num_pages(self.live()[1])) * at.PAGE_BYTES
+        return (self.memory.num_pages - num_pages_of(self.live()[1])) * at.PAGE_BYTES
 
     @property
     def fill(self) -> float:
         """Share of the slots, or of the pages if fewer of those are left, that is taken."""
         slots, rows = self.live()
-        return max(len(slots) / self.capacity, _num_pages(rows) / self.memory.num_pages)
+        return max(len(slots) / self.capacity, num_pages_of(rows) / self.memory.num_pages)
 
     @property
     def num_trained(self) -> int:
@@ -125,5 +125,7 @@ class RingView:
         return (sequences > 0) & (sequences <= self.memory.writer[at.COMMITTED])
 
 
-def _num_pages(rows: np.ndarray) -> int:
-    return int((-(-rows[:, at.SIZE_BYTES] // at.PAGE_BYTES)).sum())
+def num_pages_of(rows: np.ndarray) -> int:
+    """Pages that the groups of these rows take: a group's record stays whole while one of its samples is live."""
+    _, first = np.unique(rows[:, at.GROUP_FIRST], return_index=True)
+    return int((-(-rows[first, at.SIZE_BYTES] // at.PAGE_BYTES)).sum())
