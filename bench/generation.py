@@ -20,6 +20,7 @@ import torch
 from accerl_mp.config import Config, resolve
 from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import build_roles
+from accerl_mp.launcher.sweep import sweep
 from accerl_mp.launcher.tokenizer import export_tokenizer
 from accerl_mp.models.build import compute_dtype, load_model
 from accerl_mp.samples import RLSample
@@ -184,6 +185,5 @@ def generation(model: Path, **settings: Any) -> Iterator[Generation]:
     finally:
         if run is not None:
             run.close()
-        paths.ring(0).unlink(missing_ok=True)
-        shutil.rmtree(paths.sockets, ignore_errors=True)
+        sweep(paths)
         shutil.rmtree(folder, ignore_errors=True)

@@ -22,9 +22,11 @@ import zmq
 from accerl_mp.ingest.balance import FlopsEstimate
 from accerl_mp.ingest.inbox import Inbox
 from accerl_mp.ingest.rings import Rings
+from accerl_mp.launcher.sweep import sweep
 from accerl_mp.samples import RLSample
 from accerl_mp.topology import RunPaths
-from accerl_mp.transport import channels, codec, sockets
+from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.outbox import Outbox
 from accerl_mp.transport.process import die_with_parent, keep_freed_memory
 from accerl_mp.transport.ring import RingReader, SharedRing
 from bench.transport_common import POLL_S, Arrivals, Clock, Stream, make_groups, stamped
@@ -91,8 +93,7 @@ def _paths() -> Iterator[RunPaths]:
     try:
         yield paths
     finally:
-        paths.ring(0).unlink(missing_ok=True)
-        shutil.rmtree(paths.sockets, ignore_errors=True)
+        sweep(paths)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -108,27 +109,27 @@ def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier) -> None:
     keep_freed_memory()
     context = sockets.new_context()
     socket = sockets.connect_dealer(context, RunPaths(run_dir), channels.SAMPLES, identity=f"rollout/{index}")
-    groups = make_groups(stream, index)
+    groups, outbox = make_groups(stream, index), Outbox(RunPaths(run_dir), index)
     num_unacked = 0
     ready.wait(_TIMEOUT_S)
     for group in stream.paced(groups, index):
         while num_unacked >= channels.MAX_UNACKED or socket.poll(0):
-            socket.recv()
+            outbox.free(channels.unpack("ack", socket.recv())["group_id"])
             num_unacked -= 1
-        _send(socket, stamped(group))
+        _send(socket, outbox, stamped(group))
         num_unacked += 1
     while num_unacked:
-        socket.recv()
+        outbox.free(channels.unpack("ack", socket.recv())["group_id"])
         num_unacked -= 1
     socket.close()
     context.term()
+    outbox.close()
 
 
-def _send(socket: zmq.Socket, group: list[RLSample]) -> None:
+def _send(socket: zmq.Socket, outbox: Outbox, group: list[RLSample]) -> None:
     """As rollout/work.py does, without records of episodes."""
     header = {"op": "group", "group_id": group[0].group_id, "kind": "train", "eval_id": -1, "outcome": "samples", "episodes": []}
-    encoded = codec.encode_group(group)
-    socket.send_multipart([channels.pack("played", header), encoded.header, encoded.body], copy=False)
+    socket.send_multipart(outbox.pack(header, group), copy=False)
 
 
 def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:

@@ -13,6 +13,7 @@ from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import MessageError
 from accerl_mp.transport.codec import CodecError, SampleGroup, decode_group
+from accerl_mp.transport.outbox import BodyGone, Outboxes
 from accerl_mp.transport.ring_memory import RingError
 
 _LARGEST_ID = 1 << 62
@@ -56,6 +57,7 @@ class Inbox:
     ) -> None:
         self._rings, self._dealer, self._take_evaluated = rings, dealer, take_evaluated
         self._waiting: dict[int, _Waiting] = {}
+        self._outboxes = Outboxes(paths)
         self.socket = sockets.bind_router(context, paths, channels.SAMPLES)
         self.counts: Counter[str] = Counter()
         """Groups by what became of them: samples, zero_std, rejected, double, broken, too_large."""
@@ -110,7 +112,10 @@ class Inbox:
         if outcome not in channels.OUTCOMES or not 0 <= group_id < self._dealer.next_number:
             raise MessageError(f"group {group_id} with outcome {outcome!r} was never dealt")
         try:
-            group = _decode(message, frames) if outcome == "samples" else None
+            group = _decode(message, self._outboxes.frames(message, frames)) if outcome == "samples" else None
+        except BodyGone as error:
+            _log.info("group %d of %s went with its process and is dealt again: %s", group_id, sender.decode(errors="replace"), error)
+            return
         except (CodecError, SampleError, MessageError) as error:
             _log.error("group %d of %s is broken, it will be played again: %s", group_id, sender.decode(errors="replace"), error)
             self.counts["broken"] += 1

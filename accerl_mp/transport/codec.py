@@ -161,10 +161,10 @@ def decode_samples(frames: Sequence[Frame]) -> list[RLSample]:
 
 
 def _join(name: str, dtype: np.dtype, values: Sequence[np.ndarray], counts: Sequence[int], *, into: np.ndarray) -> None:
-    if wrong := next((value.dtype for value in values if value.dtype != dtype), None):
-        raise SampleError(name, dtype.name, wrong.name)
+    if wrong := {value.dtype for value in values} - {dtype}:
+        raise SampleError(name, dtype.name, wrong.pop().name)
     if (got := list(map(len, values))) != counts:
-        raise SampleError(name, f"as many entries as tokens, {counts} in the samples of the group", got)
+        raise SampleError(name, f"{counts} entries in the samples of the group", got)
     if values:
         np.concatenate(values, out=into)
 
@@ -172,7 +172,7 @@ def _join(name: str, dtype: np.dtype, values: Sequence[np.ndarray], counts: Sequ
 def _scalar_columns(samples: Sequence[RLSample]) -> list[list[Any]]:
     columns = list(map(list, zip(*map(_get_scalars, samples), strict=True))) or [[] for _ in _CASTS]
     return [
-        column if all(type(value) is cast for value in column) else [cast(value) for value in column]
+        column if set(map(type, column)) <= {cast} else [cast(value) for value in column]
         for column, cast in zip(columns, _CASTS, strict=True)
     ]
 
@@ -210,7 +210,7 @@ def _check_columns(columns: Any, num_samples: int) -> None:
     if not isinstance(columns, list) or len(columns) != 2 + len(_CASTS):
         raise CodecError(f"header: expected {2 + len(_CASTS)} columns")
     for name, column, cast in zip(("lengths", "trained tokens", *SCALAR_FIELDS), columns, (int, int, *_CASTS), strict=True):
-        if not isinstance(column, list) or len(column) != num_samples or not all(type(value) is cast for value in column):
+        if not isinstance(column, list) or len(column) != num_samples or not set(map(type, column)) <= {cast}:
             raise CodecError(f"header: {name} are not {num_samples} values of type {cast.__name__}")
     if num_samples and not (min(columns[0] + columns[1]) >= 0 and sum(columns[0]) <= MAX_TOKENS and sum(columns[1]) <= MAX_TOKENS):
         raise CodecError(f"header: impossible lengths {columns[0]}, {columns[1]}")

@@ -94,13 +94,12 @@ class RingMemory:
         except BlockingIOError as error:
             raise RingBusy(f"{self.path} already has a {('writer', 'reader')[role]}") from error
 
-    def slot_table(self) -> tuple[np.ndarray, np.ndarray]:
-        """A copy of all slots, and which rows of it are whole: a row that changed meanwhile is left out."""
-        before = self.slots[:, :GROUP_FIRST].copy()
-        table = self.slots.copy()
-        after = self.slots[:, :GROUP_FIRST].copy()
-        is_whole = (before == after).all(axis=1) & (before == table[:, :GROUP_FIRST]).all(axis=1)
-        return table, is_whole
+    def rows_of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A copy of these slots, and which rows of it are whole: one that changed meanwhile is not."""
+        before = self.slots[slots, :GROUP_FIRST]
+        rows = self.slots[slots]
+        after = self.slots[slots, :GROUP_FIRST]
+        return rows, (before == after).all(axis=1) & (before == rows[:, :GROUP_FIRST]).all(axis=1)
 
     def pages_of(self, slot_row: np.ndarray) -> list[int]:
         """The pages of a slot's record in order. Fewer if the chain is being rewritten."""
@@ -165,6 +164,8 @@ def runs_of(pages: list[int]) -> list[range]:
     """Pages that follow each other, together: each run is copied at once."""
     if not pages:
         return []
+    if pages == list(in_a_row := range(pages[0], pages[0] + len(pages))):
+        return [in_a_row]
     breaks = (np.flatnonzero(np.diff(pages) != 1) + 1).tolist()
     return [range(pages[start], pages[end - 1] + 1) for start, end in pairwise([0, *breaks, len(pages)])]
 

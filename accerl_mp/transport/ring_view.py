@@ -111,10 +111,12 @@ class RingView:
         """[n] slots that hold a committed and unreleased record, and [n, words] a copy of their rows."""
         # COMMITTED first: a row that is newer is left out, and of a group either all rows are older or none.
         committed = self.memory.writer[at.COMMITTED].copy()
-        table, is_whole = self.memory.slot_table()
-        sequence = table[:, at.SEQUENCE]
-        is_live = is_whole & (table[:, at.STATE] == at.READY) & (sequence <= committed) & (self.memory.marks[:, at.RELEASED] != sequence)
-        return np.flatnonzero(is_live), table[is_live]
+        slots = self.memory.slots
+        maybe = np.flatnonzero((slots[:, at.STATE] == at.READY) & (slots[:, at.SEQUENCE] != self.memory.marks[:, at.RELEASED]))
+        rows, is_whole = self.memory.rows_of(maybe)
+        sequence = rows[:, at.SEQUENCE]
+        is_live = is_whole & (rows[:, at.STATE] == at.READY) & (sequence <= committed) & (self.memory.marks[maybe, at.RELEASED] != sequence)
+        return maybe[is_live], rows[is_live]
 
     def uses(self, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """[n] how often each of these live records was trained."""

@@ -173,12 +173,12 @@ class RingWriter(RingView):
 
     def _intend(self, sequence: int, counts: dict[str, tuple[int, int]]) -> None:
         """Write down what the counters will be once `sequence` is committed: a writer killed in between has counted all the same."""
-        words = self.memory.writer
-        words[at.INTENT] = 0
-        words[at.INTENT + 1 : at.INTENT + 7] = 0
+        words, intended = self.memory.writer, [0] * 6
         for place, (reason, (number, num_tokens)) in enumerate(counts.items()):
-            index, start = _counter(reason), at.INTENT + 1 + 3 * place
-            words[start : start + 3] = index, words[index] + number, words[index + 1] + num_tokens
+            index = _counter(reason)
+            intended[3 * place : 3 * place + 3] = index, words[index] + number, words[index + 1] + num_tokens
+        words[at.INTENT] = 0
+        words[at.INTENT + 1 : at.INTENT + 7] = intended
         words[at.INTENT] = sequence
 
     def _carry_out(self) -> None:
