@@ -53,8 +53,8 @@ def run(stream: Stream) -> dict[str, Any]:
         ready, stop, answers = context.Barrier(stream.num_workers + 3), context.Event(), context.SimpleQueue()
         clock = Clock()
         SharedRing.create(paths.ring(0), stream.ring_slots, stream.ring_bytes)
-        roles = [(_ingest, (paths.run_dir, ready, stop)), (_trainer, (paths.run_dir, stream, ready, answers))]
-        roles += [(_rollout, (paths.run_dir, stream, index, ready)) for index in range(stream.num_workers)]
+        roles = [(_ingest, (paths.run_dir, ready, stop)), (_trainer, (paths.run_dir, stream, ready, stop, answers))]
+        roles += [(_rollout, (paths.run_dir, stream, index, ready, stop)) for index in range(stream.num_workers)]
         processes = [_start(context, target, arguments) for target, arguments in roles]
         try:
             ready.wait(_TIMEOUT_S)
@@ -103,8 +103,8 @@ def _start(context: SpawnContext, target: Any, arguments: tuple) -> Any:
     return process
 
 
-def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier) -> None:
-    """Sends its share of the groups; at most MAX_UNACKED of them are on their way."""
+def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier, stop: Event) -> None:
+    """Sends its share of the groups; at most MAX_UNACKED of them are on their way. Leaves when all is counted: ending costs CPU time, too."""
     die_with_parent()
     keep_freed_memory()
     context = sockets.new_context()
@@ -121,6 +121,7 @@ def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier) -> None:
     while num_unacked:
         outbox.free(channels.unpack("ack", socket.recv())["group_id"])
         num_unacked -= 1
+    stop.wait(_TIMEOUT_S)
     socket.close()
     context.term()
     outbox.close()
@@ -150,7 +151,7 @@ def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:
     context.term()
 
 
-def _trainer(run_dir: Path, stream: Stream, ready: Barrier, answers: Any) -> None:
+def _trainer(run_dir: Path, stream: Stream, ready: Barrier, stop: Event, answers: Any) -> None:
     """Reads whatever is there, as Replay does, and releases it."""
     die_with_parent()
     keep_freed_memory()
@@ -165,6 +166,7 @@ def _trainer(run_dir: Path, stream: Stream, ready: Barrier, answers: Any) -> Non
         seen = reader.last_sequence
         _read_all(reader, arrivals)
     answers.put(arrivals.summary())
+    stop.wait(_TIMEOUT_S)
     reader.close()
 
 
