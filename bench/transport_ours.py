@@ -104,7 +104,10 @@ def _start(context: SpawnContext, target: Any, arguments: tuple) -> Any:
 
 
 def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier, stop: Event) -> None:
-    """Sends its share of the groups; at most MAX_UNACKED of them are on their way. Leaves when all is counted: ending costs CPU time, too."""
+    """Sends its share of the groups; at most MAX_UNACKED of them are on their way.
+
+    Leaves when all is counted: ending costs CPU time, too.
+    """
     die_with_parent()
     keep_freed_memory()
     context = sockets.new_context()
