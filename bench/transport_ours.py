@@ -29,9 +29,11 @@ from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.outbox import Outbox
 from accerl_mp.transport.process import die_with_parent, keep_freed_memory
 from accerl_mp.transport.ring import RingReader, SharedRing
-from bench.transport_common import POLL_S, Arrivals, Clock, Stream, make_groups, stamped
+from bench.transport_common import Arrivals, Clock, Stream, make_groups, stamped
 
 _TIMEOUT_S = 120.0
+POLL_S = 0.2
+"""A rank that waits looks at other things this often; a put wakes it."""
 
 
 class Played:
@@ -164,7 +166,7 @@ def _trainer(run_dir: Path, stream: Stream, ready: Barrier, stop: Event, answers
     seen = 0
     while not arrivals.complete:
         if reader.last_sequence == seen:
-            time.sleep(POLL_S)
+            reader.sleep(seen, POLL_S)
             continue
         seen = reader.last_sequence
         _read_all(reader, arrivals)

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,6 +145,27 @@ def test_the_last_sequence_changes_with_every_put(path):
         writer.try_put_group(make_group(number, 2))
         seen.append(reader.last_sequence)
     assert len(set(seen)) == 4
+
+
+def test_a_put_wakes_the_reader_that_sleeps(path):
+    """Also from another process, and also where the put came before the sleep; else the limit ends it."""
+    writer, reader = open_ring(path)
+    writer.try_put_group(make_group(0, 2))
+    started = time.monotonic()
+    reader.sleep(reader.last_sequence - 2, 60.0)
+    for number in range(1, 4):
+        sleeper = threading.Thread(target=reader.sleep, args=(reader.last_sequence, 60.0))
+        sleeper.start()
+        time.sleep(0.05)
+        writer.try_put_group(make_group(number, 2))
+        sleeper.join(60)
+    writer.close()
+    process = start("write", path, 5, 1)
+    reader.sleep(reader.last_sequence, 60.0)
+    assert reader.ready()[-1].group_id == 5
+    assert time.monotonic() - started < 60, "no limit was waited for"
+    process.wait(30)
+    reader.sleep(reader.last_sequence, 0.01)
 
 
 def test_a_read_sample_is_a_private_copy(path):

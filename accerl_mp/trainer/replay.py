@@ -70,6 +70,8 @@ class Replay:
         self._counts = ReplayCounts()
         self._has_started = False
         self._is_full = False
+        self._seen = 0
+        """The ring's last sequence when it was looked at last."""
 
     @property
     def num_used(self) -> int:
@@ -82,6 +84,7 @@ class Replay:
         Nothing is used up: `commit` does that. Expired groups are released.
         """
         started = time.thread_time()
+        self._seen = self._ring.last_sequence
         chosen = self._choose(self._usable(version))
         while chosen is not None:
             records = [record for batch in chosen for record in batch]
@@ -95,6 +98,10 @@ class Replay:
             return None
         self._ring.num_wanted = 0
         return StepSamples(_split(samples, map(len, chosen)), records, time.thread_time() - started)
+
+    def sleep(self, timeout_s: float) -> None:
+        """Until the ring holds more than at the last `try_take`, at most `timeout_s` and `--replay-wait-sleep-seconds`."""
+        self._ring.sleep(self._seen, min(timeout_s, self._config.replay.replay_wait_sleep_seconds))
 
     def commit(self, taken: StepSamples, version: int) -> None:
         """The step starts on all ranks: count the uses, give back the slots of samples that were used often enough."""

@@ -24,6 +24,7 @@ from accerl_mp.transport.codec import CodecError, SampleGroup, decode_record
 from accerl_mp.transport.ring_memory import RingMemory
 from accerl_mp.transport.ring_view import READER_REASONS, RingView
 from accerl_mp.transport.ring_writer import RingWriter
+from accerl_mp.transport.wake import sleep_while
 
 _COLUMNS = [at.SEQUENCE, at.GROUP_ID, at.GROUP_FIRST, at.GROUP_SIZE, at.TOKENS, at.TRAINED, at.OLDEST, at.NEWEST, at.EPISODE_ID, at.GAME_ID]
 
@@ -67,6 +68,10 @@ class RingReader(RingView):
     @num_wanted.setter
     def num_wanted(self, number: int) -> None:
         self.memory.reader[at.WANTED] = number
+
+    def sleep(self, seen: int, timeout_s: float) -> None:
+        """Until something was put after `seen` (a `last_sequence`), at most `timeout_s`; a signal ends it, too."""
+        sleep_while(self.memory.committed, seen, timeout_s)
 
     def ready(self) -> list[ReadySample]:
         """Every sample that can be read, oldest first."""

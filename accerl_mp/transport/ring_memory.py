@@ -79,6 +79,8 @@ class RingMemory:
             return np.frombuffer(self._memory, dtype, int(np.prod(shape)), offsets[name]).reshape(shape)
 
         self.writer, self.reader = array("writer", np.int64, _WORDS), array("reader", np.int64, _WORDS)
+        self.committed = self.writer[COMMITTED : COMMITTED + 1]
+        """The word COMMITTED, to sleep on."""
         self.slots = array("slots", np.int64, self.capacity, _SLOT_WORDS)
         self.marks = array("marks", np.int64, self.capacity, 2)
         self.recent = array("recent", np.int64, NUM_RECENT, 2)
@@ -126,7 +128,7 @@ class RingMemory:
         return self.arena_bytes[run.start * PAGE_BYTES : run.stop * PAGE_BYTES]
 
     def close(self) -> None:
-        for name in ("header", "writer", "reader", "slots", "marks", "recent", "chain", "arena", "arena_bytes"):
+        for name in ("header", "writer", "committed", "reader", "slots", "marks", "recent", "chain", "arena", "arena_bytes"):
             setattr(self, name, None)
         self._memory.close()
         if self._file >= 0:

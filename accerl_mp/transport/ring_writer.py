@@ -9,6 +9,7 @@ from accerl_mp.transport import ring_memory as at
 from accerl_mp.transport.codec import Frame, SampleGroup, encode_group
 from accerl_mp.transport.ring_memory import RingError, RingMemory
 from accerl_mp.transport.ring_view import WRITER_REASONS, RingView
+from accerl_mp.transport.wake import wake
 
 
 class RingWriter(RingView):
@@ -167,6 +168,7 @@ class RingWriter(RingView):
         self._intend(last_sequence, counts)
         self.memory.writer[at.COMMITTED] = last_sequence
         self._carry_out()
+        wake(self.memory.committed)
         self._known.add(group_id)
         self._recent_at = (self._recent_at + 1) % at.NUM_RECENT
         self._next_sequence = last_sequence + 1
