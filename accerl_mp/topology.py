@@ -71,6 +71,10 @@ class RunPaths:
     def ring(self, rank: int) -> Path:
         return self._shared(f"ring-{rank}")
 
+    def outbox(self, name: str) -> Path:
+        """Of a rollout process; `name`: its number and when it began."""
+        return self._shared(f"outbox-{name}")
+
     def _shared(self, name: str) -> Path:
         return Path("/dev/shm") / f"accerl-{self.run_id}-{name}"
 

@@ -20,6 +20,7 @@ import torch
 from accerl_mp.config import Config, resolve
 from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import build_roles
+from accerl_mp.launcher.sweep import sweep
 from accerl_mp.launcher.tokenizer import export_tokenizer
 from accerl_mp.models.build import compute_dtype, load_model
 from accerl_mp.samples import RLSample
@@ -130,11 +131,10 @@ class Generation:
 
     def _drain(self) -> None:
         """Read and release: rollouts never wait for room."""
-        for record in self._reader.ready():
-            sample = self._reader.read(record)
+        records = self._reader.ready()
+        self.samples = [*self.samples, *(sample for sample in self._reader.read_all(records) if sample is not None)][-512:]
+        for record in records:
             self._reader.release(record, "trained")
-            if sample is not None:
-                self.samples = [*self.samples[-511:], sample]
 
     def _signal(self, number: signal.Signals) -> None:
         for name, process in self._processes.items():
@@ -187,6 +187,5 @@ def generation(model: Path, *, plan: GpuPlan | None = None, is_pushed: bool = Tr
     finally:
         if run is not None:
             run.close()
-        paths.ring(0).unlink(missing_ok=True)
-        shutil.rmtree(paths.sockets, ignore_errors=True)
+        sweep(paths)
         shutil.rmtree(folder, ignore_errors=True)

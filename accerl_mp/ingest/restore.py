@@ -75,7 +75,7 @@ def _fill(files: Sequence[Path], config: Config, saved: SavedState, num_versions
 
 def _put(rings: Rings, own: int | None, group: SavedGroup) -> bool:
     """Into its own rank's ring if the number of ranks is the same, else (or if that is full) where the least work waits."""
-    order = rings.order(group.samples)
+    order = rings.order([len(sample) for sample in group.samples])
     if own is not None:
         order = [own, *(rank for rank in order if rank != own)]
     versions = list(zip(group.oldest, group.newest, strict=True))

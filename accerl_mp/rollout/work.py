@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from accerl_mp.rollout.collect import Deal, Group
 from accerl_mp.rollout.tasks import first_to_end
 from accerl_mp.topology import RunPaths
-from accerl_mp.transport import channels, codec, sockets
+from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import ASK_AGAIN_S, MAX_UNACKED, RESEND_S
+from accerl_mp.transport.codec import Frame
 from accerl_mp.transport.errors import Closed
 from accerl_mp.transport.health import Health
+from accerl_mp.transport.outbox import Outbox
 
 _POLL_S = 0.1
 
@@ -23,7 +25,7 @@ _log = logging.getLogger(__name__)
 class _Sent:
     """A played group that ingest has not acknowledged."""
 
-    frames: list[bytes]
+    frames: list[Frame]
     sent_at: float = field(default_factory=time.monotonic)
 
 
@@ -42,6 +44,7 @@ class WorkClient:
         self._context = sockets.new_async_context()
         self._work = sockets.connect_dealer(self._context, paths, channels.WORK, identity=health.name)
         self._samples = sockets.connect_dealer(self._context, paths, channels.SAMPLES, identity=health.name)
+        self._outbox = Outbox(paths, worker)
         self._playing: set[int] = set()
         self._sent: dict[int, _Sent] = {}
         self._deals: deque[Deal] = deque()
@@ -74,7 +77,7 @@ class WorkClient:
     async def send(self, group: Group) -> None:
         """Hand in a played group; returns once it is on its way, with fewer than MAX_UNACKED before it."""
         group_id = group.deal.group_id
-        frames = [channels.pack("played", _played(group)), *(codec.encode_samples(group.samples) if group.samples else [])]
+        frames = self._outbox.pack(_played(group), group.samples)
         what = f"ingest/0 to take groups, of which {MAX_UNACKED} have no ack"
         with self._health.waiting(what, self._timeout_s, "--replay-sample-timeout-seconds") as wait:
             while len(self._sent) >= MAX_UNACKED:
@@ -95,6 +98,7 @@ class WorkClient:
         self._work.close()
         self._samples.close()
         self._context.term()
+        self._outbox.close()
 
     async def _receive_deals(self) -> None:
         while True:
@@ -115,7 +119,9 @@ class WorkClient:
 
     async def _receive_acks(self) -> None:
         while True:
-            self._sent.pop(channels.unpack("ack", await self._samples.recv())["group_id"], None)
+            group_id = channels.unpack("ack", await self._samples.recv())["group_id"]
+            self._sent.pop(group_id, None)
+            self._outbox.free(group_id)
 
     async def _repeat(self) -> None:
         """Ask while there is room; send again what has no ack."""

@@ -260,7 +260,7 @@ class Trainer:
             what=f"ring/{self._ranks.rank} to hold the samples of an optimizer step",
             timeout_s=replay.replay_sample_timeout_seconds,
             flag=_REPLAY_FLAG,
-            longest_sleep_s=replay.replay_wait_sleep_seconds,
+            sleep=self._replay.sleep,
             share=lambda: (LocalTotals.of(self._next.samples) if self._next else LocalTotals()).numbers(),
         )
         return LocalTotals(*numbers)

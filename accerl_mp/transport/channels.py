@@ -10,7 +10,8 @@
 | metrics  | everybody PUSH -> stats PULL   | values, episodes, rounds                  | dropped and counted  | dropped and counted |
 
 The side after the arrow binds: a ROUTER that knows its clients by name, or stats' PULL.
-Every message but the frames of samples is one msgpack map, checked against its shape here: MESSAGES names its fields and
+A group's header travels as a frame behind `played`; its body lies in shared memory (`outbox.py`) and `played` says where, or is a second
+frame. Every message but these frames is one msgpack map, checked against its shape here: MESSAGES names its fields and
 their types; more fields are allowed. Arrays travel as bytes (int32 or float32, little-endian).
 
 Work and samples, so that a group is neither lost nor doubled, whoever is killed:
