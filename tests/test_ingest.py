@@ -24,7 +24,9 @@ from accerl_mp.ingest.admission import Admission, Progress, Supply
 from accerl_mp.ingest.balance import FlopsEstimate
 from accerl_mp.ingest.dealer import EVAL_BASE, MAX_STRIKES, Dealer, Schedule
 from accerl_mp.ingest.evaluation import Evaluation
+from accerl_mp.ingest.restore import make_rings
 from accerl_mp.ingest.rings import Rings
+from accerl_mp.recovery import Start
 from accerl_mp.rollout.collect import Deal, Group
 from accerl_mp.rollout.work import WorkClient
 from accerl_mp.topology import RunPaths
@@ -679,6 +681,7 @@ def test_a_sample_larger_than_its_ring_is_named_and_does_not_stop_the_run(make_r
 
 def test_the_rank_that_waits_gets_the_group(tmp_path, make_run):
     run = make_run()
+    make_rings(run.paths, run.config, Start(), FlopsEstimate())
     rings = Rings.open(run.paths, run.config, Health("ingest/0", table=run.table, board=run.board), FlopsEstimate())
     run.paths.sockets.mkdir(exist_ok=True)
     readers = [SharedRing.attach_reader(run.paths.ring(rank)) for rank in range(2)]

@@ -1,5 +1,6 @@
 """Faults planted on the wire and after it, each named; salts; several inference processes; pushes by the hundred."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import psutil
 import pytest
 import torch
 from engine_fixture import (
+    VOCABULARY,
     InferenceRun,
     RequestClient,
     client,  # noqa: F401
@@ -20,6 +22,7 @@ from engine_fixture import (
     wait_until,
 )
 from push_load import Load, logprobs_of_replies, prompt_of, push_under_load, train_only
+from tiny import build_tiny
 
 from accerl_mp.models.names import iter_weights, manifest
 from accerl_mp.weight_sync import sender
@@ -194,11 +197,31 @@ def test_half_of_a_fused_layer_is_pushed_with_the_other_half(engine: InferenceRu
 def test_two_hundred_pushes_lose_double_and_mislabel_no_token_and_leave_memory_flat(engine: InferenceRun) -> None:  # noqa: F811
     push_under_load(engine, "model.norm", num_pushes=200)
     # Without requests: they touch pages of the KV cache for the first time, which looks like growth.
-    before = _memory(engine)
+    _assert_flat(engine, "model.norm", trainable_only=True)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("staging", ["on", "off"])
+def test_a_hundred_pushes_of_a_whole_model_leave_memory_flat(tmp_path: Path, staging: str) -> None:
+    """8 MiB a push: one push that is kept, anywhere, in a hundred is seen."""
+    model = build_tiny(vocab_size=VOCABULARY, intermediate_size=4096)
+    with contextlib.closing(InferenceRun(tmp_path, model, sync_staging=staging, sync_bucket_mb=1)) as run:
+        run.connect()
+        run.push(0)
+        assert sum(parameter.nbytes for parameter in model.parameters()) > 6 << 20
+        for _ in range(10):
+            run.push(run.sync._version + 1)
+        _assert_flat(run, "", trainable_only=False)
+
+
+def _assert_flat(run: InferenceRun, part: str, *, trainable_only: bool) -> None:
+    before = _memory(run)
     for _ in range(100):
-        train_only(engine.model, "model.norm")
-        engine.push(engine.sync._version + 1, trainable_only=True)
-    grown = {name: (size - before[name]) / 2**20 for name, size in _memory(engine).items()}
+        train_only(run.model, part)
+        run.push(run.sync._version + 1, trainable_only=trainable_only)
+    grown = {name: (size - before[name]) / 2**20 for name, size in _memory(run).items()}
     assert max(grown.values()) < 8, f"MiB more after 100 pushes: {grown}"
 
 

@@ -4,6 +4,7 @@ import ast
 import asyncio
 import itertools
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,6 +179,22 @@ def test_a_wait_that_is_looked_at_counts_as_moving() -> None:
         for _ in range(3):
             wait.check()
     assert health.table.snapshot()[0].num_ticks == before + 3
+
+
+def test_a_side_threads_wait_is_no_sign_of_the_loop() -> None:
+    """Rank 0's push goes on while its main thread is stuck: the watchdog must see that."""
+    health = Health.detached("trainer/0")
+    before = health.table.snapshot()[0].num_ticks
+
+    def push() -> None:
+        with health.waiting("inference to receive a push", 10) as wait:
+            for _ in range(3):
+                wait.check()
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    thread.join(10)
+    assert health.table.snapshot()[0].num_ticks == before
 
 
 def test_every_named_wait_of_the_source_says_what_it_waits_for() -> None:

@@ -29,16 +29,13 @@ class Rings:
 
     @classmethod
     def open(cls, paths: RunPaths, config: Config, health: Health, flops: FlopsEstimate) -> "Rings":
-        """Make the files, or go on with those that an earlier ingest of this run made.
+        """Take over the files that `restore.make_rings` has made, or that an earlier ingest of this run has left.
 
         waits for      the earlier ingest to be gone, at most 30 s
         """
         replay, writers = config.replay, []
         for rank in range(config.run.fsdp_world_size or 1):
-            path = paths.ring(rank)
-            if not path.exists():
-                SharedRing.create(path, replay.replay_capacity or 1, replay.replay_bytes or PAGE_BYTES)
-            with health.waiting(f"{path.name} to be left by the last ingest", timeout_s=_ATTACH_TIMEOUT_S) as wait:
+            with health.waiting(f"{paths.ring(rank).name} to be left by the last ingest", timeout_s=_ATTACH_TIMEOUT_S) as wait:
                 while (writer := _try_attach(paths, rank, evict_used=replay.max_sample_reuse != 1)) is None:
                     wait.check()
             writers.append(writer)

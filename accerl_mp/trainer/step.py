@@ -117,7 +117,7 @@ class Stepper:
     def run(self, micro_batches: list[list[RLSample]], totals: LocalTotals, *, step: int, version: int) -> StepResult:
         """Train on this rank's samples. `totals` are those of all ranks; `version` is that of the trainer's weights.
 
-        A non-finite loss or gradient on any rank skips the update on all; BadStepsError after --max-bad-steps in a row.
+        A non-finite loss or gradient on any rank skips the update on all.
         """
         started = time.perf_counter()
         device = self._ranks.device
@@ -232,10 +232,12 @@ class Stepper:
 
     def _note_bad(self, is_bad: bool, loss: float, grad_norm: float) -> None:
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if is_bad else 0
-        if not is_bad:
-            return
+        if is_bad:
+            _log.warning("optimizer step skipped: loss %s, gradient norm %s (%d in a row)", loss, grad_norm, self.num_bad_in_a_row)
+
+    def check_bad_steps(self) -> None:
+        """BadStepsError after `--max-bad-steps` in a row; the same on all ranks. Call it once a step is counted."""
         limit = self._config.optimizer.max_bad_steps
-        _log.warning("optimizer step skipped: loss %s, gradient norm %s (%d in a row)", loss, grad_norm, self.num_bad_in_a_row)
         if self.num_bad_in_a_row >= limit > 0:
             raise BadStepsError(f"{limit} optimizer steps in a row had a non-finite loss or gradient (--max-bad-steps {limit})")
 

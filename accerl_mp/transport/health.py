@@ -366,7 +366,8 @@ class Wait:
 
     def check(self) -> None:
         """Raises Closed if the run ends, PeerLost if it has failed, DeadlineExpired at the deadline; warns at 30 s and doubling."""
-        self._health.tick()  # who looks round while it waits is moving
+        if threading.current_thread() is threading.main_thread():
+            self._health.tick()  # a loop that looks round while it waits is moving; a side thread says nothing about it
         self._health.check()
         waited = self.waited_s
         if waited >= self._warn_at_s:

@@ -159,11 +159,15 @@ class WeightSync:
     def close(self) -> None:
         """Leave the group and the control channel.
 
-        waits for      a push that is under way to notice that the run ends, some milliseconds, at most 5 s
+        waits for      a push that is under way to notice that the run ends, some milliseconds, at most 5 s. Then its sockets are
+                       left to it: a socket that is closed while another thread uses it brings the process down
         """
         self._leave()
         if self._swapping is not None:
             self._swapping.join(_CLOSE_S)
+            if self._swapping.is_alive:
+                _log.warning("push %d has not noticed within %.0f s that the run ends: it ends with the process", self._version, _CLOSE_S)
+                return
         if self._replicas is not None:
             self._replicas.close()
 
