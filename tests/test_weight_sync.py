@@ -33,7 +33,8 @@ from push_load import assert_greedy_equal, prompt_of, push_under_load, train_onl
 from tiny import build_tiny
 
 from accerl_mp.models.fsdp import shard
-from accerl_mp.models.names import iter_weights, manifest
+from accerl_mp.models.names import manifest
+from accerl_mp.models.units import iter_weights
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import DeadlineExpired, PeerLost
 from accerl_mp.transport.health import Health

@@ -31,10 +31,10 @@ class Staging:
     @property
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         """Every tensor of the model: views."""
-        return self.views(self.slots)
+        return [(slot.name, self.view_of(slot)) for slot in self.slots]
 
-    def views(self, slots: list[Slot]) -> list[tuple[str, torch.Tensor]]:
-        return [(slot.name, slot.view(self._memory)) for slot in slots]
+    def view_of(self, slot: Slot) -> torch.Tensor:
+        return slot.view(self._memory)
 
     def bytes_of(self, slot: Slot) -> torch.Tensor:
         return slot.bytes_of(self._memory)
@@ -111,12 +111,18 @@ class Incoming:
             return self._sums
         return {slot.name: checksum(self.staging.bytes_of(slot)) for slot in slots_of(self.staging.slots, self._runs)}
 
-    def take(self, version: int) -> list[tuple[str, torch.Tensor]]:
-        """What has arrived, to be loaded (empty without whole staging: it is loaded already); the next push may begin after this."""
+    def take(self, version: int) -> Weights | None:
+        """What has arrived, to be loaded (None without whole staging: it is loaded already); the next push may begin after this.
+
+        Views are made as they are asked for: a captured copy asks for none, and vLLM stands meanwhile.
+        """
         self._expect_received(version)
         self._state = READY
         assert self.staging is not None
-        return self.staging.views(slots_of(self.staging.slots, self._runs)) if self.staging.is_whole else []
+        if not self.staging.is_whole:
+            return None
+        staging = self.staging
+        return ((slot.name, staging.view_of(slot)) for slot in slots_of(staging.slots, self._runs))
 
     def abort(self) -> None:
         """Give up. Waits for nothing: the group's own abort may block with a peer that is stuck, so it gets a thread."""

@@ -70,7 +70,7 @@ class WeightReceiver:
         """
         start, state = time.monotonic(), _state_of(self)
         weights = state.incoming.take(version)
-        if weights:
+        if weights is not None:
             assert state.swap is not None
             with torch.no_grad(), set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
                 state.swap.load(weights)
@@ -79,8 +79,8 @@ class WeightReceiver:
         path, reason = (state.swap.path, state.swap.reason) if state.swap is not None else ("", "")
         return {"time": end, "seconds": end - start, "path": path, "reason": reason}
 
-    def sync_counts(self) -> dict[str, int]:
-        """{internal request id: its output tokens at the last swap}. The swap is over when this returns."""
+    def sync_counts(self) -> dict[str, int] | None:
+        """{internal request id: its output tokens at the last swap}, and the swap is over; None while the device is not there yet."""
         state = _state_of(self)
         assert state.counts is not None
         return state.counts.read()
@@ -196,10 +196,11 @@ class TokenCounts:
         self._copied = torch.cuda.Event()
         self._copied.record()
 
-    def read(self) -> dict[str, int]:
-        """By vLLM's internal request id. Waits for the device, a few milliseconds."""
+    def read(self) -> dict[str, int] | None:
+        """By vLLM's internal request id; None until the device has come to that moment. Waits for nothing: the next step would."""
         if self._indices:
-            self._copied.synchronize()
+            if not self._copied.query():
+                return None
             totals = self._totals.tolist()
             self._counts = {key: totals[index] - int(self._prompts[index]) for key, index in self._indices.items()}
         return self._counts
