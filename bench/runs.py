@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,8 +32,14 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl that close a round."""
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if "Train/Loss" in line]
+        return [line for line in self._lines() if "Train/Loss" in line]
+
+    def values(self, tag: str) -> list[float]:
+        """All that metrics.jsonl has of a tag, in order."""
+        return [line[tag] for line in self._lines() if tag in line]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def logged_s(self, role: str, text: str) -> float:
         """Seconds from the command to the first line with `text` in that role's log."""
@@ -58,8 +65,17 @@ class Run:
 
 def demo_flags(*others: str) -> list[str]:
     """The demo's own flags without evaluation and export, then `others`, which win."""
-    lines = [line.split("#", 1)[0].strip() for line in PRESET.read_text().splitlines()]
-    return [word for line in lines if line and not line.startswith(_NOT_TRAINING) for word in line.split()] + list(others)
+    return [word for words in _lines_of(PRESET) if not words[0].startswith(_NOT_TRAINING) for word in words] + list(others)
+
+
+def words_of(preset: Path) -> list[str]:
+    """The flags in a file, with the variables in them from the environment."""
+    return [os.path.expandvars(word) for words in _lines_of(preset) for word in words]
+
+
+def _lines_of(preset: Path) -> list[list[str]]:
+    """The words of each line that has some, comments left out."""
+    return [words for line in preset.read_text().splitlines() if (words := shlex.split(line, comments=True))]
 
 
 @contextmanager
@@ -67,7 +83,7 @@ def finished_run(flags: Sequence[str], *, timeout_s: float = 900.0) -> Iterator[
     """`bash launch.sh FLAGS` to its end; its folder is there until the block ends. RuntimeError with its last words if it fails."""
     parent = Path(tempfile.mkdtemp(prefix="accerl-bench-run-"))
     folder = parent / "run"
-    environment = dict(os.environ) | {"ACCERL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    environment = dict(os.environ) | {"ACCERL_PYTHON": sys.executable, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     started = time.time()
     try:
         command = ["bash", "launch.sh", *flags, "--log-dir", str(folder)]
