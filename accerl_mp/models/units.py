@@ -93,12 +93,12 @@ def _gather_shards(tensors: list[DTensor], targets: list[torch.dtype]) -> list[l
     locals_ = [_local(tensor).reshape(-1) for tensor in tensors]
     views = [_view(own, offset, len(local), target) for offset, local, target in zip(offsets, locals_, targets, strict=True)]
     torch._foreach_copy_(views, locals_)
-    everyone = own.new_empty(num_ranks, end)
+    everyone = own.new_empty(num_ranks * end)
     dist.all_gather_into_tensor(everyone, own, group=mesh.get_group())
     pieces = []
     for tensor, target, width, offset in zip(tensors, targets, widths, offsets, strict=True):
         sizes = [min(width, tensor.numel() - rank * width) for rank in range(num_ranks)]
-        pieces.append([_view(everyone[rank], offset, size, target) for rank, size in enumerate(sizes) if size > 0])
+        pieces.append([_view(everyone, rank * end + offset, size, target) for rank, size in enumerate(sizes) if size > 0])
     return pieces
 
 
