@@ -23,21 +23,24 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.common import Result, alternate, make_parser, parse
 from bench.models import model_folder
+from bench.reference import PRESET, add_workload
 from bench.runs import Run, demo_flags, finished_run, words_of
 
 KNEE = 1.10
 
 
-def measure(args: argparse.Namespace, *flags: str) -> dict[str, Any]:
-    """One run; what its rounds say."""
+def measure(args: argparse.Namespace, *flags: str, result: Result | None = None, **labels: Any) -> dict[str, Any]:
+    """One run; what its rounds say. What the reference did is compared with where a result is given."""
     base = words_of(args.preset) if args.preset else demo_flags()
     with finished_run([*base, "--max-steps", str(args.steps), *args.flags.split(), *flags], timeout_s=args.limit_s) as run:
         rounds, wins = run.metrics(), _wins(run)
         shares = {tag: _mean(rounds, tag) for tag in sorted(set().union(*rounds)) if tag.startswith("Time/")}
         last_wins = [won for _, won in wins[-max(1, len(wins) // 4) :]]
+        if result is not None and args.preset == PRESET:
+            add_workload(result, run, args.skip, **labels)
         return {
-            "samples_per_s": run.samples_per_s(),
-            "tokens_per_s": run.tokens_per_s(),
+            "samples_per_s": run.samples_per_s(args.skip),
+            "tokens_per_s": run.tokens_per_s(args.skip),
             "samples": sum(line["Replay/TrainingSamplesConsumed"] for line in rounds),
             "wins": wins,
             "last_wins": sum(last_wins) / len(last_wins) if last_wins else 0.0,
@@ -103,6 +106,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
     parser.add_argument("--preset", type=Path, help="flags of the runs (default: the demo's, without its evaluations)")
     parser.add_argument("--flags", default="", help="more of them, in one word")
+    parser.add_argument("--skip", type=int, default=1, help="rounds that do not count for the rates")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest that a run may take")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4], help="rollout processes, for the scaling table")
     parser.add_argument("--samples", type=int, nargs="*", default=[8, 16, 32], help="most samples of a step and rank, likewise")

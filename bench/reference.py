@@ -7,7 +7,6 @@ What is limited here: vLLM, which the 128 episodes wait for turn by turn, then t
     MODEL_PATH=... TEXTWORLD_GAME_DIR=... python bench/reference.py --steps 80
 """
 
-import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,27 +36,6 @@ MEANS = {
 }
 
 
-def measure(run: Run, skip: int) -> dict[str, Any]:
-    """Rates and means over the rounds after `skip`."""
-    first, *rounds = run.metrics()[skip:]
-    ends = [line["time"] for line in (first, *rounds)]
-    lengths = [end - start for start, end in itertools.pairwise(ends)]
-    total = ends[-1] - ends[0]
-
-    def mean(tag: str) -> float | None:
-        """Over time, of the rounds that have it."""
-        known = [(line[tag], length) for line, length in zip(rounds, lengths, strict=True) if tag in line]
-        return sum(value * length for value, length in known) / sum(length for _, length in known) if known else None
-
-    return {
-        "generated tokens": mean("Infer/TokensPerSec") or 0.0,
-        "trained tokens": sum(line["Train/SegmentGlobalValidResponseTokens"] for line in rounds) / total,
-        "step": total / len(rounds),
-        "steps": lengths,
-        "means": {tag: mean(tag) for tag in [*MEANS, *sorted(tag for tag in rounds[-1] if tag.startswith("Time/"))]},
-    }
-
-
 def main() -> None:
     parser = make_parser(__doc__, repeats=1)
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of a run")
@@ -67,25 +45,29 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest that a run may take")
     args = parse(parser)
     if args.quick:
-        args.steps, args.skip = 5, 1
+        args.steps, args.skip = 5, 2
     result = Result("reference", args)
     flags = [*words_of(args.preset), "--max-steps", str(args.steps), *args.flags.split()]
     for repeat in range(args.repeats):
         with finished_run(flags, timeout_s=args.limit_s) as run:
-            _add(result, measure(run, args.skip), repeat)
+            add_workload(result, run, args.skip, repeat=repeat)
     result.finish()
 
 
-def _add(result: Result, found: dict[str, Any], repeat: int) -> None:
+def add_workload(result: Result, run: Run, skip: int, **labels: Any) -> None:
+    """What one run of the workload did, against the reference."""
+    rates = {"generated tokens": run.mean("Infer/TokensPerSec", skip) or 0.0, "trained tokens": run.tokens_per_s(skip)}
     for name, theirs in REFERENCE.items():
-        result.add(name, found[name], "1/s", "higher", repeat=repeat)
-        result.target(f"{name} a second, times the reference's", found[name] / theirs, at_least=TIMES)
-    result.add("step", found["steps"], "s", "lower", repeat=repeat)
-    result.note(f"{found['step']:.3f} s a step, the reference {REFERENCE_STEP_S:.2f}; its push took {REFERENCE_PUSH_S:.3f} s")
-    for tag, value in found["means"].items():
-        if value is not None:
-            unit = "% of wall time" if tag.startswith("Time/") else MEANS[tag]
-            result.add(tag, 100 * value if tag.startswith("Time/") else value, unit, repeat=repeat)
+        result.add(name, rates[name], "1/s", "higher", **labels)
+        result.target(f"{name} a second, times the reference's", rates[name] / theirs, at_least=TIMES)
+    steps = run.round_s(skip)
+    result.add("step", steps, "s", "lower", **labels)
+    mean_s = sum(steps) / len(steps)
+    result.note(f"{mean_s:.3f} s a step, the reference {REFERENCE_STEP_S:.2f}; its push took {REFERENCE_PUSH_S:.3f} s")
+    shares = sorted({tag for line in run.metrics()[skip:] for tag in line if tag.startswith("Time/")})
+    for tag, unit in (MEANS | dict.fromkeys(shares, "of wall time")).items():
+        if (value := run.mean(tag, skip)) is not None:
+            result.add(tag, value, unit, **labels)
 
 
 if __name__ == "__main__":

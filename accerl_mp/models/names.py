@@ -4,6 +4,7 @@ Tied weights come once, under the name that the model keeps; where Transformers 
 own reverse conversion splits them again.
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -41,10 +42,10 @@ def remember_conversion(model: nn.Module) -> None:
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a checkpoint holds."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+    for name, buffer in model.named_buffers():
+        owner, _, own_name = name.rpartition(".")
+        if own_name not in model.get_submodule(owner)._non_persistent_buffers_set:
+            yield name, buffer
 
 
 def named_tensors(model: nn.Module, trainable_only: bool) -> Iterator[tuple[str, Tensor]]:
@@ -60,6 +61,7 @@ def named_tensors(model: nn.Module, trainable_only: bool) -> Iterator[tuple[str,
             yield name, tensor
 
 
+@functools.cache
 def unit_of(name: str) -> str:
     """What is sent or left out as one: "model.layers.3" of all that is in it; outside of the layers each tensor by itself."""
     match = _NUMBERED.match(name)

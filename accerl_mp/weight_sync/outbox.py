@@ -57,11 +57,13 @@ class Outbox:
         after a failure returns at once: the ranks must still gather to the end, in lock-step
         """
         for piece in pieces:
-            while len(piece) and (buffer := self._current_buffer()) is not None:
-                part = piece[: (self._size - self._at) // dtype.itemsize]
-                piece = piece[len(part) :]
-                self._copies.append((buffer[self._at : self._at + len(part) * dtype.itemsize].view(dtype), part))
-                self._advance(len(part) * dtype.itemsize)
+            start, end = 0, piece.numel()
+            while start < end and (buffer := self._current_buffer()) is not None:
+                count = min(end - start, (self._size - self._at) // dtype.itemsize)
+                target = buffer[self._at : self._at + count * dtype.itemsize].view(dtype)
+                self._copies.append((target, piece if count == end else piece[start : start + count]))
+                start += count
+                self._advance(count * dtype.itemsize)
         # Messages and tensors both end at multiples of the alignment, so padding never crosses a message.
         if self._buffer is not None:
             self._advance(align(self._at) - self._at)

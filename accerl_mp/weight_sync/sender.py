@@ -244,13 +244,14 @@ class WeightSync:
 
     def _begin(self, trainable_only: bool) -> int:
         verdict = _DONE
-        is_up = self._sessions and not self._replicas.lost()
-        timeout_s, flag = (self._sync.sync_timeout_s, _FLAG) if is_up else (max(self._patience.remaining_s, 1.0), _START_FLAG)
-        statuses = self._replicas.call("status", timeout_s=timeout_s, flag=flag, again=True)
-        if [status["session"] for status in statuses] != self._sessions:
-            _log.warning("push %d: a new weight group, and all weights again", self._version)
-            self._join(statuses)
-            verdict = _DONE_ANEW
+        timeout_s = self._sync.sync_timeout_s
+        if not self._sessions or self._replicas.lost():
+            timeout_s = max(self._patience.remaining_s, 1.0)
+            statuses = self._replicas.call("status", timeout_s=timeout_s, flag=_START_FLAG, again=True)
+            if [status["session"] for status in statuses] != self._sessions:
+                _log.warning("push %d: a new weight group, and all weights again", self._version)
+                self._join(statuses)
+                verdict = _DONE_ANEW
         runs = self._runs(trainable_only and self._num_pushes > 0)
         slots = slots_of(self._slots, runs)
         self._num_bytes = sum(slot.size_bytes for slot in slots)
@@ -262,8 +263,10 @@ class WeightSync:
         return verdict
 
     def _runs(self, trainable_only: bool) -> Runs:
+        if not trainable_only:
+            return [(0, len(self._manifest))]
         index_of = {name: index for index, (name, _, _) in enumerate(self._manifest)}
-        chosen = manifest(self._model, trainable_only=True, dtype=self._dtype) if trainable_only else self._manifest
+        chosen = manifest(self._model, trainable_only=True, dtype=self._dtype)
         return find_runs(index_of[name] for name, _, _ in chosen)
 
     def _put(self, unit: list[Whole]) -> None:

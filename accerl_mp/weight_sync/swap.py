@@ -16,8 +16,9 @@ import torch
 
 from accerl_mp.weight_sync.incoming import Staging, Weights
 
-_NUM_BRANCHES = 4
-"""Copies that may run side by side: most are too small to fill a GPU, one behind the other they take twice as long as their bytes."""
+_NUM_BRANCHES = 8
+"""Copies that may run side by side: many are too small to fill a GPU. 310 of them, 1.4 GiB, on an H200: 1.13 ms one behind the other,
+0.73 ms in eight branches; a single copy of as many bytes takes 0.72."""
 
 _log = logging.getLogger(__name__)
 
