@@ -16,6 +16,7 @@ that still gave at least 10 % over the one before it.
 import argparse
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def measure(args: argparse.Namespace, *flags: str, result: Result | None = None,
         rounds, wins = run.metrics(), _wins(run)
         shares = {tag: _mean(rounds, tag) for tag in sorted(set().union(*rounds)) if tag.startswith("Time/")}
         last_wins = [won for _, won in wins[-max(1, len(wins) // 4) :]]
-        if result is not None and args.preset == PRESET:
+        if result is not None and args.preset and args.preset.resolve() == PRESET:
             add_workload(result, run, args.skip, **labels)
         return {
             "samples_per_s": run.samples_per_s(args.skip),
@@ -62,7 +63,12 @@ def _wins(run: Run) -> list[tuple[float, float]]:
 
 def compare_modes(result: Result, args: argparse.Namespace) -> None:
     sides = {"asynchronous": (), "synchronous": ("--synchronous",)}
-    runs = alternate({side: lambda flags=flags: measure(args, *flags) for side, flags in sides.items()}, repeats=args.repeats, warmup=0)
+
+    def run(side: str) -> dict[str, Any]:
+        with_rates = {} if side == "synchronous" else {"result": result, "mode": side}
+        return measure(args, *sides[side], **with_rates)
+
+    runs = alternate({side: partial(run, side) for side in sides}, repeats=args.repeats, warmup=0)
     for side, values in runs.items():
         result.add("trained samples", [value["samples_per_s"] for value in values], "samples/s", "higher", mode=side)
         result.add("trained tokens", [value["tokens_per_s"] for value in values], "tokens/s", "higher", mode=side)
