@@ -51,11 +51,17 @@ def report_variant(
 
 
 def _report_gaps(result: Result, labels: dict[str, str], rows: np.ndarray, windows: list[tuple[float, float]], where: str) -> None:
-    """Twice: over all steps, and over those that no new prompt made longer."""
+    """Twice: over all steps, and over those that no new prompt made longer.
+
+    That is its own step and the one before it: with asynchronous scheduling a step's outputs are taken once the next one is launched.
+    """
+    has_prompt = rows[:, 3] > 0
+    has_prompt[:-1] |= has_prompt[1:]
+    decoding = [_between(rows[~has_prompt], *window) for window in windows]
     steps = [_between(rows, *window) for window in windows]
-    decoding = [step[step[:, 3] == 0] for step in steps]
     for name, found in {f"longest {where}": steps, f"longest {where}, steps without a new prompt": decoding}.items():
-        result.add(f"gap between tokens, {name}", [1e3 * step[:, 2].max(initial=0.0) for step in found], "ms", "lower", **labels)
+        if longest := [1e3 * step[:, 2].max() for step in found if len(step)]:
+            result.add(f"gap between tokens, {name}", longest, "ms", "lower", **labels)
 
 
 def _rate(rows: np.ndarray, windows: list[tuple[float, float]]) -> float:
