@@ -1,4 +1,4 @@
-"""Whole runs: trained samples and tokens a second, win rate against wall time, asynchronous against `--synchronous`, and what scales.
+r"""Whole runs: trained samples and tokens a second, win rate against wall time, asynchronous against `--synchronous`, and what scales.
 
 What is limited here: the machine's cores (or GPUs), which trainer, vLLM and games share. The limit is the slower of two halves that
 cannot overlap with themselves: what a synchronous run, measured in the same run, spends generating and what it spends training; the
@@ -9,11 +9,14 @@ runs alternate. The scaling tables change one thing at a time: rollout workers, 
 that still gave at least 10 % over the one before it.
 
     python bench/end_to_end.py --workers 1 2 4 --samples 8 16 --models demo 4m
+    MODEL_PATH=... TEXTWORLD_GAME_DIR=... python bench/end_to_end.py --preset accerl_mp/presets/one-gpu.args --steps 100 \
+        --workers --samples --models      # whatever the preset is for, and no tables
 """
 
 import argparse
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +24,30 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.common import Result, alternate, make_parser, parse
 from bench.models import model_folder
-from bench.runs import Run, demo_flags, finished_run
+from bench.reference import PRESET, add_workload
+from bench.runs import Run, demo_flags, finished_run, words_of
 
 KNEE = 1.10
 
 
-def measure(steps: int, *flags: str) -> dict[str, Any]:
-    """One run; what its rounds say."""
-    with finished_run(demo_flags("--max-steps", str(steps), *flags)) as run:
-        rounds = run.metrics()
+def measure(args: argparse.Namespace, *flags: str, result: Result | None = None, **labels: Any) -> dict[str, Any]:
+    """One run; what its rounds say. What the reference did is compared with where a result is given."""
+    base = words_of(args.preset) if args.preset else demo_flags()
+    with finished_run([*base, "--max-steps", str(args.steps), *args.flags.split(), *flags], timeout_s=args.limit_s) as run:
+        rounds, wins = run.metrics(), _wins(run)
         shares = {tag: _mean(rounds, tag) for tag in sorted(set().union(*rounds)) if tag.startswith("Time/")}
-        return {"samples_per_s": run.samples_per_s(), "tokens_per_s": run.tokens_per_s(), "wins": _wins(run), "shares": shares}
+        last_wins = [won for _, won in wins[-max(1, len(wins) // 4) :]]
+        if result is not None and args.preset and args.preset.resolve() == PRESET:
+            add_workload(result, run, args.skip, **labels)
+        return {
+            "samples_per_s": run.samples_per_s(args.skip),
+            "tokens_per_s": run.tokens_per_s(args.skip),
+            "samples": sum(line["Replay/TrainingSamplesConsumed"] for line in rounds),
+            "wins": wins,
+            "last_wins": sum(last_wins) / len(last_wins) if last_wins else 0.0,
+            "held_out": run.values("Eval/WinRate"),
+            "shares": shares,
+        }
 
 
 def _mean(rounds: list[dict[str, Any]], tag: str) -> float:
@@ -47,12 +63,20 @@ def _wins(run: Run) -> list[tuple[float, float]]:
 
 def compare_modes(result: Result, args: argparse.Namespace) -> None:
     sides = {"asynchronous": (), "synchronous": ("--synchronous",)}
-    runs = alternate(
-        {side: lambda flags=flags: measure(args.steps, *flags) for side, flags in sides.items()}, repeats=args.repeats, warmup=0
-    )
+
+    def run(side: str) -> dict[str, Any]:
+        with_rates = {} if side == "synchronous" else {"result": result, "mode": side}
+        return measure(args, *sides[side], **with_rates)
+
+    runs = alternate({side: partial(run, side) for side in sides}, repeats=args.repeats, warmup=0)
     for side, values in runs.items():
         result.add("trained samples", [value["samples_per_s"] for value in values], "samples/s", "higher", mode=side)
         result.add("trained tokens", [value["tokens_per_s"] for value in values], "tokens/s", "higher", mode=side)
+        result.add("samples of a run", [value["samples"] for value in values], "samples", mode=side)
+        result.add("win rate over the last quarter", [value["last_wins"] for value in values], "share won", "higher", mode=side)
+        moments = {"before": 0, "at the end": -1} if values[0]["held_out"] else {}
+        for name, index in moments.items():
+            result.add(f"held-out win rate {name}", [value["held_out"][index] for value in values], "share won", "higher", mode=side)
         for value in values:
             result.series("win rate against wall time", value["wins"], x="s", y="share won", mode=side)
         for tag in values[0]["shares"]:
@@ -65,7 +89,7 @@ def scale(result: Result, what: str, values: list[Any], flags: Any, args: argpar
     """One row a value, all other things as in the demo."""
     rates = []
     for value in values:
-        run = measure(args.steps, *flags(value))
+        run = measure(args, *flags(value))
         rates.append(result.add("trained samples", run["samples_per_s"], "samples/s", "higher", **{what: value}))
         result.add("trained tokens", run["tokens_per_s"], "tokens/s", "higher", **{what: value})
         for tag in ("Time/trainer/wait", "Time/rollout/reply", "Time/rollout/work"):
@@ -86,6 +110,10 @@ def knee(values: list[Any], rates: list[float]) -> str:
 def main() -> None:
     parser = make_parser(__doc__, repeats=3)
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
+    parser.add_argument("--preset", type=Path, help="flags of the runs (default: the demo's, without its evaluations)")
+    parser.add_argument("--flags", default="", help="more of them, in one word")
+    parser.add_argument("--skip", type=int, default=1, help="rounds that do not count for the rates")
+    parser.add_argument("--limit-s", type=float, default=900.0, help="longest that a run may take")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4], help="rollout processes, for the scaling table")
     parser.add_argument("--samples", type=int, nargs="*", default=[8, 16, 32], help="most samples of a step and rank, likewise")
     parser.add_argument("--models", nargs="*", default=["demo", "4m"], help="models, likewise: demo, 4m, 25m, 0.75b or a folder")

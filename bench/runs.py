@@ -1,7 +1,9 @@
 """Whole runs through launch.sh, for bench/startup.py and bench/end_to_end.py, and what they leave to be read."""
 
+import itertools
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,8 +33,14 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl that close a round."""
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return [line for line in lines if "Train/Loss" in line]
+        return [line for line in self._lines() if "Train/Loss" in line]
+
+    def values(self, tag: str) -> list[float]:
+        """All that metrics.jsonl has of a tag, in order."""
+        return [line[tag] for line in self._lines() if tag in line]
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def logged_s(self, role: str, text: str) -> float:
         """Seconds from the command to the first line with `text` in that role's log."""
@@ -44,22 +52,41 @@ class Run:
         clock = datetime.strptime(line[:12], "%H:%M:%S.%f").time()
         return (datetime.combine(start.date(), clock) - start).total_seconds() % 86400
 
-    def samples_per_s(self) -> float:
-        """Trained samples a second of wall time, from the end of the first round to the end of the last."""
-        rounds = self.metrics()
-        return sum(line["Replay/TrainingSamplesConsumed"] for line in rounds[1:]) / (rounds[-1]["time"] - rounds[0]["time"])
+    def samples_per_s(self, skip: int = 1) -> float:
+        """Trained samples a second of wall time, from the end of round `skip` to the end of the last."""
+        return self._per_s("Replay/TrainingSamplesConsumed", skip)
 
-    def tokens_per_s(self) -> float:
+    def tokens_per_s(self, skip: int = 1) -> float:
         """Trained tokens likewise."""
-        rounds = self.metrics()
-        tokens = sum(line["Train/SegmentGlobalValidResponseTokens"] for line in rounds[1:])
-        return tokens / (rounds[-1]["time"] - rounds[0]["time"])
+        return self._per_s("Train/SegmentGlobalValidResponseTokens", skip)
+
+    def mean(self, tag: str, skip: int = 1) -> float | None:
+        """Of the rounds after `skip` that have it, each as long as it took; None if none has."""
+        known = [(line[tag], took) for line, took in zip(self.metrics()[skip:], self.round_s(skip), strict=True) if tag in line]
+        return sum(value * took for value, took in known) / sum(took for _, took in known) if known else None
+
+    def round_s(self, skip: int = 1) -> list[float]:
+        """Seconds of each round after `skip`, which is at least 1."""
+        ends = [line["time"] for line in self.metrics()[skip - 1 :]]
+        return [end - start for start, end in itertools.pairwise(ends)]
+
+    def _per_s(self, tag: str, skip: int) -> float:
+        return sum(line[tag] for line in self.metrics()[skip:]) / sum(self.round_s(skip))
 
 
 def demo_flags(*others: str) -> list[str]:
     """The demo's own flags without evaluation and export, then `others`, which win."""
-    lines = [line.split("#", 1)[0].strip() for line in PRESET.read_text().splitlines()]
-    return [word for line in lines if line and not line.startswith(_NOT_TRAINING) for word in line.split()] + list(others)
+    return [word for words in _lines_of(PRESET) if not words[0].startswith(_NOT_TRAINING) for word in words] + list(others)
+
+
+def words_of(preset: Path) -> list[str]:
+    """The flags in a file, with the variables in them from the environment."""
+    return [os.path.expandvars(word) for words in _lines_of(preset) for word in words]
+
+
+def _lines_of(preset: Path) -> list[list[str]]:
+    """The words of each line that has some, comments left out."""
+    return [words for line in preset.read_text().splitlines() if (words := shlex.split(line, comments=True))]
 
 
 @contextmanager

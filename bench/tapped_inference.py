@@ -15,7 +15,7 @@ from accerl_mp.inference.engine import Engine
 from accerl_mp.inference.server import InferenceServer
 from accerl_mp.inference.stops import find_stop_ids
 from accerl_mp.transport.process import Process, run_process
-from bench.weight_sync import TOKENS_FILE
+from bench.push_report import TOKENS_FILE
 
 # As in accerl_mp/inference/__main__.py: vLLM's own processes run this first.
 __spec__ = importlib.util.find_spec("accerl_mp.inference.child")
@@ -29,20 +29,21 @@ class Tap:
         self._take = self._outputs._take
         self._outputs._take = self._get
         self._last: dict[str, float] = {}
-        self.rows: list[tuple[float, int, float]] = []
+        self.rows: list[tuple[float, int, float, int]] = []
 
     async def _get(self) -> Any:
         outputs = await self._take()
-        count, gap = 0, 0.0
+        count, gap, num_first = 0, 0.0, 0
         for output in outputs.outputs:
             if output.new_token_ids:
                 count += len(output.new_token_ids)
+                num_first += output.request_id not in self._last
                 gap = max(gap, outputs.timestamp - self._last.get(output.request_id, outputs.timestamp))
                 self._last[output.request_id] = outputs.timestamp
             if output.finish_reason is not None:
                 self._last.pop(output.request_id, None)
         if count:
-            self.rows.append((outputs.timestamp, count, gap))
+            self.rows.append((outputs.timestamp, count, gap, num_first))
         return outputs
 
 

@@ -11,8 +11,8 @@ rollouts. The first and the last push of each variant are verified by checksums 
 import argparse
 import dataclasses
 import faulthandler
-import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,34 +37,10 @@ from accerl_mp.transport.board import Board
 from accerl_mp.transport.health import Health, HealthTable
 from accerl_mp.transport.process import Process
 from bench.common import ROOT, Result, make_parser, parse
+from bench.push_model import MODELS, build_model, change_weights, write_folders
+from bench.push_report import TOKENS_FILE, report_variant
 
-QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "head_dim": 32, "hidden_act": "silu"}
-MODELS: dict[str, dict[str, Any]] = {
-    "tiny": QWEN3
-    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "qwen3-0.75b": QWEN3
-    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
-    | {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
-    "smollm2-135m": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-        "rope_theta": 100000,
-    },
-}
-"""Shapes alone: weights are random."""
-EOS = 2
-TOKENS_FILE = "tokens.npy"
-"""[N, 3] float64 in the run folder: when a step's outputs were made (time.monotonic), their tokens, the longest gap of a request."""
 PROMPT_TOKENS = 48
-_AFTER_S = 0.05
-"""A swap's effect on generation shows within this time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +50,9 @@ class Variant:
     staging: str
     swap: str
     pause: str
-    train_mode: str
+    train_mode: str = "full"
+    load: str = "waves"
+    """waves: replies of one length, so that between two waves of prompts there are decoding steps alone. mixed: of many lengths."""
 
     @property
     def labels(self) -> dict[str, str]:
@@ -88,11 +66,11 @@ def main() -> None:
     parser.add_argument(
         "--variants",
         nargs="+",
-        metavar="STAGING/SWAP/PAUSE[/last_layer][xN]",
+        metavar="STAGING/SWAP/PAUSE[/TRAIN_MODE[/LOAD]][xN]",
         help="N: pushes instead of --repeats; default: what the placement can, e.g. on/captured/off",
     )
     parser.add_argument("--requests", type=int, default=0, help="in flight (default: 4 on CPU, 64 on GPU)")
-    parser.add_argument("--tokens", type=int, default=0, help="of a reply (default: 200 on CPU, 400 on GPU)")
+    parser.add_argument("--tokens", type=int, default=0, help="of a reply, 0.5 to 1.5 times as many (default: 200 on CPU, 400 on GPU)")
     parser.add_argument(
         "--idle-s", type=float, default=0.0, help="seconds without a push before each variant (default: 6 on CPU, 3 on GPU)"
     )
@@ -100,6 +78,8 @@ def main() -> None:
     parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--limit-s", type=float, default=0.0, help="begin no further variant after this many seconds")
     parser.add_argument("--start-when", type=Path, help="start vLLM at once, but measure only once this file is there")
+    parser.add_argument("--share", type=float, default=0.0, help="of the card's memory for vLLM (default: the run's own)")
+    parser.add_argument("--kv-gib", type=float, default=0.0, help="of KV cache (default: what vLLM measures, undisturbed)")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs in vLLM")
     args = parse(parser)
     _fill_defaults(args)
@@ -114,12 +94,12 @@ def main() -> None:
 
 
 def _measure(args: argparse.Namespace, config: Config, plan: GpuPlan, base: dict[str, str], result: Result) -> None:
-    start = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to stop"))  # through the with block, which ends vLLM
     with Bench(args, config, plan, base) as bench:
         try:
             while args.start_when and not args.start_when.exists():
                 time.sleep(0.1)
+            start = time.monotonic()
             for text in args.variants:
                 if args.limit_s and time.monotonic() - start > args.limit_s:
                     result.note(f"{text} and those after it were left out: --limit-s {args.limit_s:g}")
@@ -147,9 +127,8 @@ def _fill_defaults(args: argparse.Namespace) -> None:
 
 def _variant(text: str, repeats: int) -> tuple[Variant, int]:
     """(what it is, its number of pushes)."""
-    text, _, number = text.partition("x")
-    staging, swap, pause, *train_mode = text.split("/")
-    return Variant(staging, swap, pause, *train_mode or ["full"]), int(number or repeats)
+    text, _, number = text.rpartition("x") if re.search(r"x\d+$", text) else (text, "", "")
+    return Variant(*text.split("/")), int(number or repeats)
 
 
 def _config(args: argparse.Namespace, folder: Path) -> Config:
@@ -158,13 +137,17 @@ def _config(args: argparse.Namespace, folder: Path) -> Config:
         "placement": args.placement,
         "model_path": str(folder / "model"),
         "fsdp_world_size": 1,
-        "tw_history_token_window": PROMPT_TOKENS + args.tokens + 16,
+        "tw_history_token_window": PROMPT_TOKENS + 3 * args.tokens // 2 + 16,
         "vllm_max_num_seqs": max(64, args.requests),
         "infer_stop": "",
         "sync_bucket_mb": args.bucket_mb,
         "sync_timeout_s": 60.0,
         "enforce_eager": args.eager,
     }
+    if args.share:
+        values["gpu_memory_utilization"] = args.share
+    if args.kv_gib:
+        values["kv_cache_gib"] = args.kv_gib
     return resolve(Config.from_flat(values), num_gpus=num_gpus, log_dir=str(folder / "run"))
 
 
@@ -175,7 +158,7 @@ class Bench:
         self._args, self._config = args, config
         self.paths = RunPaths(Path(config.metrics.log_dir))
         (self.paths.run_dir / "logs").mkdir(parents=True)
-        _write_folders(Path(config.model.model_path), self.paths.tokenizer, MODELS[args.model])
+        write_folders(Path(config.model.model_path), self.paths.tokenizer, MODELS[args.model])
         config.save(self.paths.args)
         self._board = Board.create(self.paths.board)
         self._table = HealthTable.create(self.paths.health, ["trainer/0", "inference/0", "rollout/0"])
@@ -184,7 +167,7 @@ class Bench:
         self._pushes: list[tuple[Variant, float, Any]] = []
         self._idle: list[tuple[Variant, float, float]] = []
         # Dedicated: beside vLLM's start. On one GPU vLLM must have measured its memory first, on CPU they would share cores.
-        self._model = _build(config) if args.placement == "dedicated" else None
+        self._model = build_model(config) if args.placement == "dedicated" else None
 
     def __enter__(self) -> "Bench":
         return self
@@ -210,7 +193,7 @@ class Bench:
         config.save(self.paths.args)
         with self._connected(config) as sync:
             self._push(sync, trainable_only=False)  # verified
-            with _Load(self.paths, self._args):
+            with _Load(self.paths, self._args, is_mixed=variant.load == "mixed"):
                 time.sleep(1.0)
                 start = time.monotonic()
                 time.sleep(self._args.idle_s)
@@ -219,7 +202,6 @@ class Bench:
                     at, report = self._push(sync, trainable_only=True)
                     if repeat >= 0:
                         self._pushes.append((variant, at, report))
-                    time.sleep(self._args.pause_between_s)
                 report = self._push(sync, trainable_only=True)[1]
                 assert report.verified
         print(f"{variant.labels}: last push verified, {report}", file=sys.stderr, flush=True)
@@ -234,7 +216,7 @@ class Bench:
         process = Process("trainer", 0, self.paths, config, health, self._board)
         self._wait_for_engine()
         if self._model is None:
-            self._model = _build(self._config)
+            self._model = build_model(self._config)
         model, device = self._model, next(self._model.parameters()).device
         dtype = compute_dtype(config, device)
         sync = WeightSync(
@@ -247,8 +229,9 @@ class Bench:
             sync.close()
 
     def _push(self, sync: Any, *, trainable_only: bool) -> tuple[float, Any]:
-        """(when it began, its report)."""
-        _change(self._model, sync._process.config.model.train_mode)
+        """(when it began, its report). What comes before it changes nothing in vLLM: a measure of generation without a push."""
+        change_weights(self._model, sync._process.config.model.train_mode)
+        time.sleep(self._args.pause_between_s)
         start = time.monotonic()
         sync.start_push(self._version, trainable_only=trainable_only)
         report = sync.finish_push()
@@ -257,17 +240,20 @@ class Bench:
 
     def report(self, result: Result) -> None:
         rows = np.load(self.paths.run_dir / TOKENS_FILE)
-        for variant, idle_start, idle_end in self._idle:
-            pushes = [(at, report) for other, at, report in self._pushes if other == variant]
-            if not pushes:
-                continue
-            _report(result, variant, rows, _between(rows, idle_start, idle_end), idle_end - idle_start, pushes)
-        best = [m for m in result._measures if m["name"].startswith("gap between tokens, longest")][:1]
-        if best and self._args.model == "qwen3-0.75b":
-            result.target("longest gap between tokens around a push, p50 in ms", best[0]["median"], at_most=5.0)
-            result.target("longest gap between tokens around a push, p95 in ms", best[0]["p95"], at_most=10.0)
-        if self._args.placement == "cpu" and (shares := [m for m in result._measures if m["name"] == "rate on the wire / idle"]):
-            result.target("generation on the wire, share of idle, staging on", shares[0]["median"], at_least=0.7)
+        for variant, *idle in self._idle:
+            if pushes := [(at, report) for other, at, report in self._pushes if other == variant]:
+                report_variant(result, variant.labels, rows, tuple(idle), pushes)
+        for one in result._measures if self._args.model == "qwen3-0.75b" else []:
+            if one["name"] == "gap between tokens, longest around a push" and one["labels"]["swapped"] == "captured":
+                name = f"longest gap between tokens around a push, pause {one['labels']['pause']}, {one['labels']['load']}"
+                result.target(f"{name}, p50 in ms", one["median"], at_most=5.0)
+                result.target(f"{name}, p95 in ms", one["p95"], at_most=10.0)
+        if shares := [m["median"] for m in result._measures if m["name"] == "rate on the wire / before the push"]:
+            at_least = 0.7 if self._args.placement == "cpu" else 0.9
+            result.target("generation on the wire, share of idle, staging on", shares[0], at_least=at_least)
+        if self._args.placement == "dedicated":
+            speeds = [m["median"] for m in result._measures if m["name"] == "on the wire"]
+            result.target("a push on the wire, GB/s", speeds[0], at_least=200.0)
 
     def show_stacks(self) -> None:
         """Of this process and of vLLM's, on stderr; the inference process writes its own into its log."""
@@ -307,8 +293,9 @@ class Bench:
 class _Load(threading.Thread):
     """Keeps requests in flight inside a with block, and sees that every reply is whole."""
 
-    def __init__(self, paths: RunPaths, args: argparse.Namespace) -> None:
+    def __init__(self, paths: RunPaths, args: argparse.Namespace, *, is_mixed: bool) -> None:
         super().__init__(daemon=True)
+        self._is_mixed = is_mixed
         self._context = sockets.new_context()
         self._socket = sockets.connect_dealer(self._context, paths, channels.REQUESTS, identity="rollout/0")
         self._args, self._vocabulary = args, MODELS[args.model]["vocab_size"]
@@ -332,7 +319,11 @@ class _Load(threading.Thread):
             while len(waiting) < self._args.requests and not self._stopping.is_set():
                 number += 1
                 waiting.add(number)
-                self._send(number, random.integers(10, self._vocabulary, PROMPT_TOKENS, dtype=np.int32))
+                prompt = random.integers(10, self._vocabulary, PROMPT_TOKENS, dtype=np.int32)
+                # Mixed: the first ones from the shortest on, so that they do not end together.
+                shortest = 1 if number <= self._args.requests else self._args.tokens // 2
+                max_tokens = int(random.integers(shortest, 3 * self._args.tokens // 2 + 1)) if self._is_mixed else self._args.tokens
+                self._send(number, prompt, max_tokens)
             if not self._socket.poll(30_000):
                 self.error = "no reply within 30 s"
                 return
@@ -343,78 +334,9 @@ class _Load(threading.Thread):
                 self.error = str(reply["error"] or "versions do not fit")
                 return
 
-    def _send(self, number: int, prompt: np.ndarray) -> None:
+    def _send(self, number: int, prompt: np.ndarray, max_tokens: int) -> None:
         request = {"id": number, "episode_id": 0, "prompt": prompt.tobytes(), "temperature": 1.0, "salt_version": -1}
-        self._socket.send(channels.pack("request", request | {"max_tokens": self._args.tokens}))
-
-
-def _report(result: Result, variant: Variant, rows: np.ndarray, idle: np.ndarray, idle_s: float, pushes: list[tuple[float, Any]]) -> None:
-    labels = variant.labels | {"swapped": pushes[0][1].path}
-    rate = idle[:, 1].sum() / idle_s
-    result.add("tokens/s without a push", rate, "1/s", "higher", **labels)
-    result.add("gap between tokens, ordinary", 1e3 * idle[:: 1 + len(idle) // 400, 2], "ms", "lower", **labels)
-    # New prompts and ended replies make long steps without any push: what windows of the same length hold otherwise.
-    width, windows = _AFTER_S + 0.01, []
-    for start in np.arange(idle[0, 0], idle[-1, 0] - width, width):
-        windows.append(1e3 * _between(idle, start, start + width)[:, 2].max(initial=0.0))
-    result.add("gap between tokens, longest in as much time without a push", windows, "ms", "lower", **labels)
-    gaps, shares, tokens = [], [], []
-    for at, report in pushes:
-        # Without staging it stands from before the first byte on.
-        wire_s = report.seconds - report.pause_s - report.load_s - report.resume_s if variant.staging == "on" else report.standstill_s
-        start = at if variant.staging == "on" else at + report.seconds - wire_s
-        wire = _between(rows, start, start + wire_s)
-        swap_at = at + report.seconds - (report.pause_s + report.load_s + report.resume_s if variant.staging == "on" else wire_s)
-        gaps.append(1e3 * _between(rows, swap_at, at + report.seconds + _AFTER_S)[:, 2].max(initial=0.0))
-        shares.append(wire[:, 1].sum() / wire_s / rate)
-        tokens.append(_between(rows, at, at + report.seconds)[:, 1].sum())
-    result.add("gap between tokens, longest around a push", gaps, "ms", "lower", **labels)
-    result.add("rate on the wire / idle", shares, "", "higher", **labels)
-    result.add("tokens during a push", tokens, "", "higher", **labels)
-    phases = {"push": "seconds", "gather": "gather_s", "send": "send_s", "pause": "pause_s", "load": "load_s", "resume": "resume_s"}
-    for name, field in {**phases, "standstill": "standstill_s"}.items():
-        result.add(f"{name} time", [1e3 * getattr(report, field) for _, report in pushes], "ms", "lower", **labels)
-    result.add("size", [report.num_bytes / 2**20 for _, report in pushes], "MiB", **labels)
-    result.add("on the wire", [report.num_bytes / 1e9 / report.send_s for _, report in pushes], "GB/s", "higher", **labels)
-
-
-def _between(rows: np.ndarray, start: float, end: float) -> np.ndarray:
-    return rows[(rows[:, 0] >= start) & (rows[:, 0] < end)]
-
-
-def _write_folders(model: Path, tokenizer: Path, shape: dict[str, Any]) -> None:
-    """What an inference process reads: a config (its weights come by push) and the end-of-turn token."""
-    model.mkdir()
-    base = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "initializer_range": 0.05, "bos_token_id": 1, "eos_token_id": EOS}
-    (model / "config.json").write_text(json.dumps(base | {"tie_word_embeddings": True, "dtype": "float32"} | shape))
-    tokenizer.mkdir()
-    (tokenizer / "meta.json").write_text(json.dumps({"eos_token_ids": [EOS]}))
-
-
-def _build(config: Config) -> Any:
-    """Random float32 weights, as the trainer's masters, on its device."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device("cpu" if config.run.placement == "cpu" else "cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.model_path), dtype=torch.float32)
-    if config.run.placement == "cpu":
-        torch.set_num_threads(1)
-    return model.eval()
-
-
-def _change(model: Any, train_mode: str) -> None:
-    """As much as can be, cheaply: signs of rows. With last_layer only what that mode trains."""
-    import torch
-
-    for name, parameter in model.named_parameters():
-        is_last = f"layers.{model.config.num_hidden_layers - 1}." in name or "model.norm" in name or "lm_head" in name
-        parameter.requires_grad_(train_mode == "full" or is_last)
-        if parameter.requires_grad:
-            signs = torch.randint(0, 2, (len(parameter), *[1] * (parameter.dim() - 1)), device=parameter.device) * 2 - 1
-            with torch.no_grad():
-                parameter.mul_(signs)
+        self._socket.send(channels.pack("request", request | {"max_tokens": max_tokens}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The scripts in bench/ still run, and their last line is what it should be. Nothing here looks at a speed."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import common, compare, packing  # noqa: E402
+from bench import common, compare, packing, push_report  # noqa: E402
 from bench.episodes import Shape, draw_shapes, make_sample, recorded_shapes  # noqa: E402
 
 
@@ -141,3 +143,23 @@ def test_made_samples_have_the_recorded_shape() -> None:
     for shape in recorded_shapes("long")[:50]:
         sample = make_sample(np.random.default_rng(0), shape)
         assert Shape(len(sample), sample.num_trained, sample.num_turns) == shape
+
+
+def test_a_push_is_told_from_a_prompt_by_the_steps_around_it() -> None:
+    """Steps of 4 ms; 9 ms longer after a swap at 1.03, 20 ms longer before the first token of a new prompt at 1.5."""
+    ends = [*np.arange(0.0, 1.03, 0.004), *np.arange(1.041, 1.5, 0.004), *np.arange(1.524, 3.0, 0.004)]
+    gaps = np.diff(ends, prepend=-0.004)
+    rows = np.array([[end, 8, gap, 0] for end, gap in zip(ends, gaps, strict=True)])
+    prompt = int(np.searchsorted(ends, 1.524)) + 1
+    rows[prompt, 3] = 1
+    fields = dict.fromkeys(("begin_s", "gather_s", "pause_s", "resume_s", "load_s", "standstill_s"), 0.001)
+    report = SimpleNamespace(seconds=0.03, swap_s=0.005, send_s=0.01, num_bytes=2 * 10**9, path="captured", **fields)
+    result = common.Result("weight_sync", argparse.Namespace(out=None))
+    labels = {"staging": "on", "swap": "auto", "pause": "auto"}
+    push_report.report_variant(result, labels, rows, (1.4, 2.9), [(1.005, report)])
+    found = {one["name"]: one["samples"] for one in result._measures}
+    assert found["gap between tokens, longest around a push"] == [pytest.approx(13, abs=1.1)]
+    calm = [name for name in found if "in as much time without a push" in name]
+    assert [round(max(found[name])) for name in calm] == [pytest.approx(28, abs=1.1), pytest.approx(4)]
+    assert found["rate on the wire / before the push"] == [pytest.approx(1, abs=0.2)]
+    assert found["on the wire"] == [pytest.approx(200)]

@@ -10,7 +10,8 @@ from trainer_cases import CPU, config_for, made_samples, run_ranks, sharded_mode
 
 from accerl_mp.config import Config
 from accerl_mp.models.build import load_model
-from accerl_mp.models.names import iter_weights, manifest
+from accerl_mp.models.names import manifest
+from accerl_mp.models.units import iter_weights
 from accerl_mp.trainer.probe import forced_logprobs
 from accerl_mp.trainer.ranks import Ranks
 

@@ -11,7 +11,8 @@ from trainer_cases import config_for
 from transformers import AutoModelForCausalLM
 
 from accerl_mp.models.build import load_model, select_trainable
-from accerl_mp.models.names import iter_weights, manifest
+from accerl_mp.models.names import manifest
+from accerl_mp.models.units import iter_weights
 
 CPU = torch.device("cpu")
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}

@@ -1,6 +1,10 @@
 """Faults planted on the wire and after it, each named; salts; several inference processes; pushes by the hundred."""
 
+<<<<<<< HEAD
 import contextlib
+=======
+import dataclasses
+>>>>>>> pair
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +28,8 @@ from engine_fixture import (
 from push_load import Load, logprobs_of_replies, prompt_of, push_under_load, train_only
 from tiny import build_tiny
 
-from accerl_mp.models.names import iter_weights, manifest
+from accerl_mp.models.names import manifest
+from accerl_mp.models.units import Whole, iter_units, iter_weights
 from accerl_mp.weight_sync import sender
 from accerl_mp.weight_sync.layout import checksum, plan_layout
 from accerl_mp.weight_sync.outbox import Outbox
@@ -97,18 +102,15 @@ def restored(request: pytest.FixtureRequest) -> Iterator[None]:
         run.push(run.sync._version + 1)
 
 
-Put = Callable[[Outbox, torch.Tensor], None]
+def _flipped(tensor: torch.Tensor) -> torch.Tensor:
+    damaged = tensor.clone()
+    damaged.view(torch.uint8)[5] ^= 4
+    return damaged
 
 
-def _flipped(put: Put, outbox: Outbox, data: torch.Tensor) -> None:
-    damaged = data.clone()
-    damaged[5] ^= 4
-    put(outbox, damaged)
-
-
-def _skipped(put: Put, outbox: Outbox, data: torch.Tensor) -> None:
+def _skipped(tensor: torch.Tensor) -> torch.Tensor:
     """Its room stays as the push before has left it."""
-    put(outbox, torch.zeros_like(data))
+    return torch.zeros_like(tensor)
 
 
 @pytest.mark.vllm
@@ -118,17 +120,14 @@ def test_damage_on_the_wire_is_named_by_its_tensor(
     engine: InferenceRun,  # noqa: F811
     client: RequestClient,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[..., None],
+    fault: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     slots, _ = plan_layout(manifest(engine.model, trainable_only=False, dtype=torch.float32))
     victim = next(index for index, slot in enumerate(slots) if slot.name == "model.layers.1.mlp.up_proj.weight")
     put, count = Outbox.put, iter(range(10_000))
 
-    def put_damaged(outbox: Outbox, data: torch.Tensor) -> None:
-        if next(count) == victim:
-            fault(put, outbox, data)
-        else:
-            put(outbox, data)
+    def put_damaged(outbox: Outbox, pieces: list[torch.Tensor], dtype: torch.dtype) -> None:
+        put(outbox, [fault(piece) for piece in pieces] if next(count) == victim else pieces, dtype)
 
     monkeypatch.setattr(Outbox, "put", put_damaged)
     before = engine.sync._version
@@ -156,11 +155,11 @@ def test_wrong_tensors_are_caught_by_the_probe(
     old = {name: tensor.clone() for name, tensor in iter_weights(engine.model, trainable_only=False, dtype=torch.float32)}
     train_only(engine.model, "layers.0.self_attn.v_proj")
 
-    def wrong(*arguments: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in iter_weights(*arguments, **options):
-            yield name, fault(name, tensor, old)
+    def wrong(*arguments: Any, **options: Any) -> Iterator[list[Whole]]:
+        for unit in iter_units(*arguments, **options):
+            yield [dataclasses.replace(whole, pieces=[fault(whole.name, whole.tensor(), old).flatten()]) for whole in unit]
 
-    monkeypatch.setattr(sender, "iter_weights", wrong)
+    monkeypatch.setattr(sender, "iter_units", wrong)
     with pytest.raises(SyncError, match="the probe of inference/0 is off"):
         engine.push(engine.sync._version + 1)
 

@@ -21,7 +21,7 @@ from accerl_mp import checks, recovery
 from accerl_mp.config import resolve
 from accerl_mp.launcher.resuming import plan_start
 from accerl_mp.launcher.torchrun import restart_refusal
-from accerl_mp.models.names import iter_weights
+from accerl_mp.models.units import iter_weights
 from accerl_mp.trainer.best import BestExport
 from accerl_mp.trainer.random_state import random_state
 from accerl_mp.trainer.ranks import Ranks

@@ -8,7 +8,7 @@ import tiny
 import torch
 from trainer_cases import LAYOUTS, config_for, made_samples, sharded_model, single_rank, train_steps
 
-from accerl_mp.models.names import iter_weights
+from accerl_mp.models.units import iter_weights
 from accerl_mp.trainer.warmup import largest_micro_batch, warm_up
 
 

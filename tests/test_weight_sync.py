@@ -34,7 +34,8 @@ from tiny import build_tiny
 
 from accerl_mp.config import Config
 from accerl_mp.models.fsdp import shard
-from accerl_mp.models.names import iter_weights, manifest
+from accerl_mp.models.names import manifest
+from accerl_mp.models.units import iter_weights
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import DeadlineExpired, PeerLost

@@ -31,6 +31,9 @@ _CPU_BLOCK_SIZE = 32
 _STOP_S = 1.0
 """Grace of vLLM's processes at the end. They have nothing to save, and left alone they take 6 s to take themselves apart."""
 
+_LOOK_S = 0.001
+"""Between two looks at whether a swap has come to its end on the device."""
+
 _VLLM_ERROR = getattr(vllm.exceptions, "VLLMError", ValueError)
 
 _log = logging.getLogger(__name__)
@@ -149,7 +152,8 @@ class Engine:
         """
         with self._outputs.held():
             reports = await self.call_workers("sync_swap", version)
-            counts = (await self.call_workers("sync_counts"))[0]
+            while (counts := (await self.call_workers("sync_counts"))[0]) is None:
+                await asyncio.sleep(_LOOK_S)
             await self._outputs.let_through(until=min(report["time"] for report in reports))
             arrived = {key: state.detokenizer.num_output_tokens() for key, state in self._llm.output_processor.request_states.items()}
             yield reports, {self.key_of(key): count for key, count in (arrived | counts).items()}

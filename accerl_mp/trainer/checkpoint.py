@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accerl_mp.config import Config
-from accerl_mp.models.names import iter_weights, manifest
+from accerl_mp.models.names import manifest
+from accerl_mp.models.units import iter_weights
 
 SHARD_BYTES = 4 << 30
 """Of one safetensors file; rank 0 holds no more than that in memory."""

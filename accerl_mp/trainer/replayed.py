@@ -19,7 +19,7 @@ from torch import nn
 from accerl_mp import checks, cli
 from accerl_mp.config import Config, ConfigError, resolve
 from accerl_mp.models.build import compute_dtype
-from accerl_mp.models.names import iter_weights
+from accerl_mp.models.units import iter_weights
 from accerl_mp.recovery import SavedState, disagreements, newest_whole, resume_dir_of
 from accerl_mp.topology import RunPaths, torchrun_rank
 from accerl_mp.trainer.checkpoint import export, export_folder, trainer_state

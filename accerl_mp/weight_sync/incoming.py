@@ -31,10 +31,10 @@ class Staging:
     @property
     def weights(self) -> list[tuple[str, torch.Tensor]]:
         """Every tensor of the model: views."""
-        return self.views(self.slots)
+        return [(slot.name, self.view_of(slot)) for slot in self.slots]
 
-    def views(self, slots: list[Slot]) -> list[tuple[str, torch.Tensor]]:
-        return [(slot.name, slot.view(self._memory)) for slot in slots]
+    def view_of(self, slot: Slot) -> torch.Tensor:
+        return slot.view(self._memory)
 
     def bytes_of(self, slot: Slot) -> torch.Tensor:
         return slot.bytes_of(self._memory)
@@ -95,6 +95,7 @@ class Incoming:
         def receive() -> None:
             if staging.is_whole:
                 staging.receive(group, self._runs)
+                self._sums = self._sum_up(staging) if with_sums else {}
             else:
                 load(self._summed(staging.receive_each(group, self._runs), with_sums))
 
@@ -104,19 +105,22 @@ class Incoming:
         return {"state": self._state, "version": self._version, "error": self._error, "seconds": self._seconds}
 
     def checksums(self) -> dict[str, str]:
-        """By name, of every tensor of the push that has arrived."""
+        """By name, of every tensor of the push that has arrived; it was begun with them."""
         self._expect_received(self._version)
-        assert self.staging is not None
-        if not self.staging.is_whole:
-            return self._sums
-        return {slot.name: checksum(self.staging.bytes_of(slot)) for slot in slots_of(self.staging.slots, self._runs)}
+        return self._sums
 
-    def take(self, version: int) -> list[tuple[str, torch.Tensor]]:
-        """What has arrived, to be loaded (empty without whole staging: it is loaded already); the next push may begin after this."""
+    def take(self, version: int) -> Weights | None:
+        """What has arrived, to be loaded (None without whole staging: it is loaded already); the next push may begin after this.
+
+        Views are made as they are asked for: a captured copy asks for none, and vLLM stands meanwhile.
+        """
         self._expect_received(version)
         self._state = READY
         assert self.staging is not None
-        return self.staging.views(slots_of(self.staging.slots, self._runs)) if self.staging.is_whole else []
+        if not self.staging.is_whole:
+            return None
+        staging = self.staging
+        return ((slot.name, staging.view_of(slot)) for slot in slots_of(staging.slots, self._runs))
 
     def abort(self) -> None:
         """Give up. Waits for nothing: the group's own abort may block with a peer that is stuck, so it gets a thread."""
@@ -128,6 +132,12 @@ class Incoming:
     @property
     def is_receiving(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
+
+    def _sum_up(self, staging: Staging) -> dict[str, str]:
+        """Aside as well, on a stream of its own: some hundred waits for the device, which would stop vLLM's loop for as long."""
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        with torch.cuda.stream(stream):  # None: nothing changes
+            return {slot.name: checksum(staging.bytes_of(slot)) for slot in slots_of(staging.slots, self._runs)}
 
     def _summed(self, tensors: Iterable[tuple[Slot, torch.Tensor]], with_sums: bool) -> Weights:
         for slot, tensor in tensors:

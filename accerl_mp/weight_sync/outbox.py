@@ -23,7 +23,10 @@ def make_buffers(bucket_bytes: int, device: torch.device) -> list[torch.Tensor]:
 
 
 class Outbox:
-    """One push. `put` every tensor in order, then `finish`; `is_done` or `error` follows from the thread."""
+    """One push. `put` every tensor in order, `flush` before any of them changes, then `finish`; `is_done` or `error` follows.
+
+    A thread of its own sends.
+    """
 
     def __init__(
         self, group: WeightGroup, messages: Iterable[slice], buffers: list[torch.Tensor], *, health: Health, timeout_s: float
@@ -34,6 +37,8 @@ class Outbox:
         self._at = 0
         """Bytes of the message in hand that are filled, out of `_size`."""
         self._buffer: torch.Tensor | None = None
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """(part of the buffer, what is to stand there)."""
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for buffer in buffers:
             self._free.put(buffer)
@@ -45,19 +50,33 @@ class Outbox:
         self._thread = threading.Thread(target=self._send_all, name="weights-send", daemon=True)
         self._thread.start()
 
-    def put(self, data: torch.Tensor) -> None:
-        """Append a tensor's bytes (flat uint8).
+    def put(self, pieces: list[torch.Tensor], dtype: torch.dtype) -> None:
+        """Append a tensor: flat pieces, which are cast to `dtype`. Nothing of it is read before `flush` or the end of a message.
 
         waits for      a free buffer, at most `--sync-timeout-s`
         after a failure returns at once: the ranks must still gather to the end, in lock-step
         """
-        padding = align(len(data)) - len(data)
-        while len(data) and (buffer := self._current_buffer()) is not None:
-            part = data[: self._size - self._at]
-            buffer[self._at : self._at + len(part)].copy_(part)
-            data = data[len(part) :]
-            # Messages and tensors both end at multiples of the alignment, so padding never crosses a message.
-            self._advance(len(part) if len(data) else len(part) + padding)
+        for piece in pieces:
+            start, end = 0, piece.numel()
+            while start < end and (buffer := self._current_buffer()) is not None:
+                count = min(end - start, (self._size - self._at) // dtype.itemsize)
+                target = buffer[self._at : self._at + count * dtype.itemsize].view(dtype)
+                self._copies.append((target, piece if count == end else piece[start : start + count]))
+                start += count
+                self._advance(count * dtype.itemsize)
+        # Messages and tensors both end at multiples of the alignment, so padding never crosses a message.
+        if self._buffer is not None:
+            self._advance(align(self._at) - self._at)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Copy all that was put: from here on the pieces may change. One kernel launch or a few, however many there are."""
+        kinds: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for target, source in self._copies:
+            kinds.setdefault((target.dtype, source.dtype), []).append((target, source))
+        self._copies = []
+        for pairs in kinds.values():
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
     def finish(self) -> None:
         """All tensors are in."""
@@ -73,6 +92,7 @@ class Outbox:
         self._at += num_bytes
         if self._at < self._size:
             return
+        self.flush()
         buffer, self._buffer = self._buffer, None
         copied = None
         if buffer.is_cuda:

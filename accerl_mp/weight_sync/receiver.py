@@ -54,7 +54,7 @@ class WeightReceiver:
     def sync_begin(self, version: int, runs: Runs, with_sums: bool) -> None:
         """Start to receive a push into staging; without whole staging straight into the model: the scheduler must be paused."""
         state = _state_of(self)
-        state.incoming.start_receive(version, runs, state.load, with_sums=with_sums)
+        state.incoming.start_receive(version, runs, state.load_at_once, with_sums=with_sums)
 
     def sync_poll(self) -> dict[str, Any]:
         """{"state", "version", "error", "seconds"} of the thread."""
@@ -70,17 +70,15 @@ class WeightReceiver:
         """
         start, state = time.monotonic(), _state_of(self)
         weights = state.incoming.take(version)
-        if weights:
-            assert state.swap is not None
-            with torch.no_grad(), set_current_vllm_config(self.vllm_config):  # type: ignore[attr-defined]
-                state.swap.load(weights)
+        if weights is not None:
+            state.load(weights)
         state.counts = TokenCounts(self.model_runner)  # type: ignore[attr-defined]
         end = time.monotonic()
         path, reason = (state.swap.path, state.swap.reason) if state.swap is not None else ("", "")
         return {"time": end, "seconds": end - start, "path": path, "reason": reason}
 
-    def sync_counts(self) -> dict[str, int]:
-        """{internal request id: its output tokens at the last swap}. The swap is over when this returns."""
+    def sync_counts(self) -> dict[str, int] | None:
+        """{internal request id: its output tokens at the last swap}, and the swap is over; None while the device is not there yet."""
         state = _state_of(self)
         assert state.counts is not None
         return state.counts.read()
@@ -101,10 +99,17 @@ class _State:
         self.counts: TokenCounts | None = None
 
     def load(self, weights: Weights) -> None:
-        """Straight into the model, on a thread while the engine stands."""
+        """Make them the model's, on the current stream. Each microsecond of it is one more between two steps."""
         assert self.swap is not None
+        if self.swap.path == "captured":
+            self.swap.load(weights)
+            return
         with torch.no_grad(), set_current_vllm_config(self._worker.vllm_config):
             self.swap.load(weights)
+
+    def load_at_once(self, weights: Weights) -> None:
+        """Without staging: straight into the model, on a thread while the engine stands."""
+        self.load(weights)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -196,10 +201,11 @@ class TokenCounts:
         self._copied = torch.cuda.Event()
         self._copied.record()
 
-    def read(self) -> dict[str, int]:
-        """By vLLM's internal request id. Waits for the device, a few milliseconds."""
+    def read(self) -> dict[str, int] | None:
+        """By vLLM's internal request id; None until the device has come to that moment. Waits for nothing: the next step would."""
         if self._indices:
-            self._copied.synchronize()
+            if not self._copied.query():
+                return None
             totals = self._totals.tolist()
             self._counts = {key: totals[index] - int(self._prompts[index]) for key, index in self._indices.items()}
         return self._counts

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from accerl_mp.models.names import iter_weights, manifest
+from accerl_mp.models.names import manifest
+from accerl_mp.models.units import Whole, iter_units
 from accerl_mp.transport.errors import Closed, DeadlineExpired
 from accerl_mp.transport.process import Process
 from accerl_mp.weight_sync.aside import Aside
@@ -54,13 +55,17 @@ class PushReport:
     """In which no step of the engine began, of the slowest inference process: pause to resume; without a pause the load alone."""
     num_bytes: int = 0
     verified: bool = False
+    begin_s: float = 0.0
+    """On the main thread, as is the gathering: inference gets ready to receive."""
     gather_s: float = 0.0
-    """On the main thread: gather, cast, copy into messages."""
+    """Gather, cast, copy into messages."""
     send_s: float = 0.0
     """On the wire, beside everything else."""
     pause_s: float = 0.0
     load_s: float = 0.0
     resume_s: float = 0.0
+    swap_s: float = 0.0
+    """From the first request that was held until requests are let in again: pause, load, cut of the versions, resume."""
     path: str = ""
     """How weights are swapped: "layerwise", "plain" or "captured"."""
 
@@ -174,12 +179,13 @@ class WeightSync:
     def _gather(self, trainable_only: bool) -> None:
         while not self._together(f"begin push {self._version}", lambda: self._begin(trainable_only), is_start=True):
             pass
-        for name, tensor in iter_weights(self._model, trainable_only=trainable_only and self._num_pushes > 0, dtype=self._dtype):
+        begun = time.monotonic()
+        for unit in iter_units(self._model, trainable_only=trainable_only and self._num_pushes > 0, dtype=self._dtype):
             if self._outbox is not None:
-                self._put(name, tensor)
+                self._put(unit)
         if self._outbox is not None:
             self._outbox.finish()
-            self._gather_s = time.monotonic() - self._started
+            self._begin_s, self._gather_s = begun - self._started, time.monotonic() - begun
             self._swapping = Aside(self._swap, "weights-swap")
 
     def _finish(self) -> bool:
@@ -245,13 +251,14 @@ class WeightSync:
 
     def _begin(self, trainable_only: bool) -> int:
         verdict = _DONE
-        is_up = self._sessions and not self._replicas.lost()
-        timeout_s, flag = (self._sync.sync_timeout_s, _FLAG) if is_up else (max(self._patience.remaining_s, 1.0), _START_FLAG)
-        statuses = self._replicas.call("status", timeout_s=timeout_s, flag=flag, again=True)
-        if [status["session"] for status in statuses] != self._sessions:
-            _log.warning("push %d: a new weight group, and all weights again", self._version)
-            self._join(statuses)
-            verdict = _DONE_ANEW
+        timeout_s = self._sync.sync_timeout_s
+        if not self._sessions or self._replicas.lost():
+            timeout_s = max(self._patience.remaining_s, 1.0)
+            statuses = self._replicas.call("status", timeout_s=timeout_s, flag=_START_FLAG, again=True)
+            if [status["session"] for status in statuses] != self._sessions:
+                _log.warning("push %d: a new weight group, and all weights again", self._version)
+                self._join(statuses)
+                verdict = _DONE_ANEW
         runs = self._runs(trainable_only and self._num_pushes > 0)
         slots = slots_of(self._slots, runs)
         self._num_bytes = sum(slot.size_bytes for slot in slots)
@@ -263,18 +270,21 @@ class WeightSync:
         return verdict
 
     def _runs(self, trainable_only: bool) -> Runs:
+        if not trainable_only:
+            return [(0, len(self._manifest))]
         index_of = {name: index for index, (name, _, _) in enumerate(self._manifest)}
-        chosen = manifest(self._model, trainable_only=True, dtype=self._dtype) if trainable_only else self._manifest
+        chosen = manifest(self._model, trainable_only=True, dtype=self._dtype)
         return find_runs(index_of[name] for name, _, _ in chosen)
 
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        slot = next(self._next_slots)
-        if (name, tuple(tensor.shape), tensor.dtype) != (slot.name, slot.shape, slot.dtype):
-            raise SyncError(f"push {self._version}: gathered {name} {tuple(tensor.shape)} {tensor.dtype}, the manifest says {slot}")
-        data = tensor.detach().contiguous().flatten().view(torch.uint8)
-        if self._verifies():
-            self._sums[name] = checksum(data)
-        self._outbox.put(data)
+    def _put(self, unit: list[Whole]) -> None:
+        for whole in unit:
+            slot = next(self._next_slots)
+            if (whole.name, whole.shape, whole.dtype) != (slot.name, slot.shape, slot.dtype):
+                raise SyncError(f"push {self._version}: gathered {whole.name} {whole.shape} {whole.dtype}, the manifest says {slot}")
+            if self._verifies():
+                self._sums[whole.name] = checksum(whole.tensor())
+            self._outbox.put(whole.pieces, whole.dtype)
+        self._outbox.flush()
 
     def _await_swap(self) -> int:
         """Wait for `_swap`, which runs aside. Its own waits have the deadlines."""
@@ -307,11 +317,12 @@ class WeightSync:
             self._buffers = []  # the thread may still read from them
             self._replicas.tell("abort")
             raise
-        slowest = {name: max(answer[name] for answer in answers) for name in ("standstill_s", "pause_s", "load_s", "resume_s")}
+        slowest = {name: max(answer[name] for answer in answers) for name in ("standstill_s", "pause_s", "load_s", "resume_s", "swap_s")}
         self._report = PushReport(
             version=self._version,
             seconds=time.monotonic() - self._started,
             num_bytes=self._num_bytes,
+            begin_s=self._begin_s,
             gather_s=self._gather_s,
             send_s=self._outbox.busy_s,
             path=answers[0]["path"],

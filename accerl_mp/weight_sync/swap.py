@@ -16,6 +16,10 @@ import torch
 
 from accerl_mp.weight_sync.incoming import Staging, Weights
 
+_NUM_BRANCHES = 8
+"""Copies that may run side by side: many are too small to fill a GPU. 310 of them, 1.4 GiB, on an H200: 1.13 ms one behind the other,
+0.73 ms in eight branches; a single copy of as many bytes takes 0.72."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -111,7 +115,16 @@ class Swap:
         """Record the copies out of staging. No receive may be under way: its calls would be recorded or refused."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._model.load_weights(self._staging.weights)  # type: ignore[operator]
+            main = torch.cuda.current_stream()
+            branches = [torch.cuda.Stream() for _ in range(_NUM_BRANCHES)]
+            for branch in branches:
+                branch.wait_stream(main)
+            try:
+                self._model.load_weights(_spread(self._staging.weights, branches))  # type: ignore[operator]
+            finally:
+                torch.cuda.set_stream(main)
+                for branch in branches:
+                    main.wait_stream(branch)
         graph.replay()
         torch.cuda.current_stream().synchronize()
         self._graph = graph
@@ -129,6 +142,13 @@ class Swap:
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return itertools.chain(self._model.named_parameters(), self._model.named_buffers())
+
+
+def _spread(weights: Weights, branches: list[torch.cuda.Stream]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Let each tensor be copied on another stream than the one before it."""
+    for weight, branch in zip(weights, itertools.cycle(branches), strict=False):
+        torch.cuda.set_stream(branch)
+        yield weight
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

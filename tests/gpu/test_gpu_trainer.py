@@ -14,7 +14,7 @@ from trainer_cases import config_for, made_samples, sharded_model, single_rank, 
 from accerl_mp.config import Config
 from accerl_mp.models import cudnn_attention
 from accerl_mp.models.build import compute_dtype
-from accerl_mp.models.names import iter_weights
+from accerl_mp.models.units import iter_weights
 from accerl_mp.trainer.probe import forced_logprobs
 from accerl_mp.trainer.ranks import Ranks, limit_memory
 from accerl_mp.trainer.sharded import build_sharded
