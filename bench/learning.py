@@ -66,7 +66,7 @@ def add_rest(result: Result, rounds: list[Line]) -> None:
     result.add("policy lag of the oldest token", _values(rounds, "Replay/PolicyLagOldestMean"), "pushes", "lower")
     result.add("k3 between trainer and vLLM, equal weights", _values(rounds, "KL/TrainerInferK3"), "nats", "lower")
     for tag in sorted({tag for line in rounds for tag in line if tag.startswith("Time/")}):
-        result.add(f"share of time: {tag.removeprefix('Time/')}", [100 * value for value in _values(rounds, tag)], "%")
+        result.add("share of time", [100 * value for value in _values(rounds, tag)], "%", phase=tag.removeprefix("Time/"))
     for name, tag, unit in (
         ("k3 between trainer and vLLM, equal weights", "KL/TrainerInferK3", "nats"),
         ("entropy", "Train/Entropy", "nats"),
