@@ -188,12 +188,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="rollout processes")
     parser.add_argument("--batch-size", type=int, default=8, help="episodes that a process plays at a time")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each stretch in which rollouts play")
+    parser.add_argument("--env-steps", type=int, default=1500, help="of TextWorld alone, each repeat")
     parser.add_argument("--episodes", type=int, default=96, help="whose prompts vLLM alone is given, the latest")
     args = parse(parser)
     if args.quick:
-        args.repeats, args.seconds, args.episodes = 1, 4.0, 32
+        args.repeats, args.seconds, args.episodes, args.env_steps = 1, 4.0, 32, 300
     result = Result("rollout", args)
-    measure_env(result, args.repeats, 300 if args.quick else 1500)
+    measure_env(result, args.repeats, args.env_steps)
     from tempfile import TemporaryDirectory
 
     from accerl_mp.launcher.environment import gpu_plan, role_environment
