@@ -75,7 +75,7 @@ def test_a_result_of_what_a_run_has_learned(tmp_path: Path) -> None:
     assert all(a <= b for (a, _), (b, _) in pairwise(curve["points"]))
     assert result["notes"][0] == "made by hand"
     assert "launch.sh" in result["notes"][1]
-    run_script("bench/plots.py", out, "--out", tmp_path)
+    run_script("bench/plots.py", out, "--curves", "--out", tmp_path)
     assert 0 < (tmp_path / "learning.png").stat().st_size < 200 << 10
 
 
