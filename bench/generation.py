@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from accerl_mp.config import Config, resolve
@@ -36,7 +37,9 @@ from bench.common import ROOT, python_path
 
 GAMES = ROOT / "runs" / "demo_games"
 _STARTED = ("ingest", "inference", "rollout")
-_TIMEOUT_S = 300.0
+_GPU_KV_CACHE_GIB = 16.0
+_PARTS = {"rollout": "rollouts", "inference": "inference, front", "ingest": "ingest"}
+"""Role: its part in the seconds of CPU time."""
 
 
 def make_games() -> Path:
@@ -49,6 +52,7 @@ def make_games() -> Path:
 
 def generation_config(model: Path, folder: Path, **settings: Any) -> Config:
     """The demo's games and lengths; every group is kept, nothing is too old, and games are played for ever."""
+    num_gpus = torch.cuda.device_count()
     values = {
         "model_path": str(model),
         "tw_game_dir": settings.get("tw_game_dir") or str(make_games()),
@@ -62,8 +66,10 @@ def generation_config(model: Path, folder: Path, **settings: Any) -> Config:
         "verify_sync": 0,
         "env_step_timeout_s": 3600.0,  # rollouts are stopped while the other side is measured
         "request_timeout_s": 3600.0,
+        # On a GPU that others use as well (this process, a second engine) vLLM must not measure what is free.
+        "kv_cache_gib": _GPU_KV_CACHE_GIB if num_gpus else None,
     }
-    return resolve(Config.from_flat(values | settings), num_gpus=torch.cuda.device_count(), log_dir=str(folder))
+    return resolve(Config.from_flat(values | settings), num_gpus=num_gpus, log_dir=str(folder))
 
 
 class Generation:
@@ -102,14 +108,25 @@ class Generation:
         self._reader = SharedRing.attach_reader(self._paths.ring(0))
 
     def measure(self, seconds: float, *, settle_s: float = 1.0) -> dict[str, float]:
-        """Let the rollouts play; what the processes reported meanwhile: sums of seconds by phase, requests, env steps."""
+        """Let the rollouts play; what the processes reported meanwhile: sums of seconds by phase, requests, env steps, CPU seconds."""
         self._signal(signal.SIGCONT)
         self._collect(settle_s)
-        started = time.monotonic()
+        started, cpu = time.monotonic(), self._cpu_seconds()
         totals = self._collect(seconds)
         totals["seconds"] = time.monotonic() - started
+        totals |= {f"CPU {part}": after - cpu[part] for part, after in self._cpu_seconds().items()}
         self._signal(signal.SIGSTOP)
         return totals
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        """So far, by part; vLLM's own processes are children of the inference process."""
+        parts = dict.fromkeys([*_PARTS.values(), "inference, vLLM's processes"], 0.0)
+        for name, started in self._processes.items():
+            process = psutil.Process(started.pid)
+            parts[_PARTS[name.partition("/")[0]]] += sum(process.cpu_times()[:2])
+            for child in process.children(recursive=True):
+                parts["inference, vLLM's processes"] += sum(child.cpu_times()[:2])
+        return parts
 
     def _collect(self, seconds: float) -> dict[str, float]:
         totals: dict[str, float] = {}

@@ -56,6 +56,19 @@ def test_the_loss_falls_in_every_train_mode(train_mode: str, capsys: pytest.Capt
     assert sum(losses[-4:]) < 0.6 * sum(losses[:4])
 
 
+def test_snapshots_outlive_the_last_save(tmp_path: Path) -> None:
+    """Each with the weights of its own step."""
+    out = tmp_path / "made" / "model"
+    flags = ["--train-mode", "lm_head", "--max-steps", "4", "--grad-accum-steps", "1", "--save-steps", "1", "3", "--out", str(out)]
+    assert sft.main([*FLAGS, *flags]) == 0
+    folders = [out.with_name("model-step-1"), out.with_name("model-step-3"), out]
+    assert sorted(out.parent.iterdir()) == sorted(folders)
+    heads = [load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in folders]
+    assert not torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[1], heads[2])
+    assert all((folder / "tokenizer.json").is_file() for folder in folders)
+
+
 @pytest.mark.timeout(300)
 def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
     """Two micro-steps of one rank are one of two ranks: the same 4 updates, and a rest of one micro-step that is dropped.

@@ -66,7 +66,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt-weight", type=float, default=0.1, help="weight of the loss on prompt tokens (walks)")
     add("--mistake-weight", type=float, default=0.0, help="weight of replies that are not the best command (walks)")
     add("--out", type=Path, help="folder to save the model to (default: nothing is saved)")
-    add("--save-steps", type=int, nargs="*", default=[], help="also save to OUT/step-N after so many micro-steps")
+    add("--save-steps", type=int, nargs="*", default=[], help="also save to OUT-step-N after so many micro-steps")
     add("--num-workers", type=int, default=0, help="processes that build batches")
     add("--log-every", type=int, default=1, help="micro-steps between two lines")
     add("--seed", type=int, default=42, help="of the order of examples")
@@ -192,7 +192,8 @@ class Reporter:
             if not self._args.fsdp_rank:
                 print(f"step {step}  loss {mean:.4f}  {time.monotonic() - self._started:.1f} s", flush=True)
         if step in self._args.save_steps:
-            save(self._model, self._args, self._args.out / f"step-{step}", step)
+            out = self._args.out  # beside it, not in it: the last save replaces the whole folder
+            save(self._model, self._args, out.with_name(f"{out.name}-step-{step}"), step)
 
 
 def save(model: nn.Module, args: argparse.Namespace, folder: Path, step: int) -> None:

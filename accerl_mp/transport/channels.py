@@ -102,7 +102,7 @@ class MessageError(ValueError):
 
 def pack(name: str, message: Mapping[str, Any]) -> bytes:
     """One message of MESSAGES as bytes, checked."""
-    _check(name, message)
+    check(name, message)
     data = msgpack.packb(message)
     if len(data) > MAX_HEADER_BYTES:
         raise MessageError(f"{name}: {len(data)} bytes, at most {MAX_HEADER_BYTES} may travel")
@@ -112,7 +112,7 @@ def pack(name: str, message: Mapping[str, Any]) -> bytes:
 def unpack(name: str, data: bytes | memoryview) -> dict[str, Any]:
     """The message in `data`; MessageError unless it has the form of MESSAGES[name]."""
     message = unpack_any(data)
-    _check(name, message)
+    check(name, message)
     return message
 
 
@@ -141,7 +141,8 @@ def check_record(record: Any) -> None:
     _check_fields("episode", record, EPISODE_RECORD)
 
 
-def _check(name: str, message: Mapping[str, Any]) -> None:
+def check(name: str, message: Mapping[str, Any]) -> None:
+    """MessageError unless it has the form of MESSAGES[name]."""
     _check_fields(name, message, MESSAGES[name])
 
 

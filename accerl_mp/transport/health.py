@@ -252,6 +252,7 @@ class Health:
         self.table, self.board, self._run_dir = table, board, run_dir
         self._row = table.row_of(name)
         self._waits: dict[int, Wait] = {}
+        self._shown: Wait | None = None
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._stop_requested = False
@@ -337,11 +338,12 @@ class Health:
 
     def _show_wait(self) -> None:
         """The oldest wait is the one to look at."""
-        if not self._waits:
+        oldest = next(iter(self._waits.values()), None)
+        if oldest is None:
             self.table.write_wait(self._row, "", "", 0.0, 0.0)
-            return
-        oldest = next(iter(self._waits.values()))
-        self.table.write_wait(self._row, oldest.what, oldest.flag, oldest.since, oldest.timeout_s)
+        elif oldest is not self._shown:
+            self.table.write_wait(self._row, oldest.what, oldest.flag, oldest.since, oldest.timeout_s)
+        self._shown = oldest
 
 
 class Wait:
