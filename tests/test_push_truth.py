@@ -1,10 +1,7 @@
 """Faults planted on the wire and after it, each named; salts; several inference processes; pushes by the hundred."""
 
-<<<<<<< HEAD
 import contextlib
-=======
 import dataclasses
->>>>>>> pair
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
