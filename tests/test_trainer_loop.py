@@ -31,7 +31,8 @@ from accerl_mp.transport.errors import Closed
 from accerl_mp.transport.health import HealthTable
 from accerl_mp.transport.process import run_process
 from accerl_mp.transport.ring import SharedRing
-from accerl_mp.weight_sync.sender import PushReport, WeightSync
+from accerl_mp.weight_sync.report import PushReport
+from accerl_mp.weight_sync.sender import WeightSync
 
 NAMES = ["trainer/0", "trainer/1", "inference/0"]
 

@@ -339,10 +339,9 @@ class Health:
     def _show_wait(self) -> None:
         """The oldest wait is the one to look at."""
         oldest = next(iter(self._waits.values()), None)
-        if oldest is None:
-            self.table.write_wait(self._row, "", "", 0.0, 0.0)
-        elif oldest is not self._shown:
-            self.table.write_wait(self._row, oldest.what, oldest.flag, oldest.since, oldest.timeout_s)
+        if oldest is not self._shown:
+            shown = ("", "", 0.0, 0.0) if oldest is None else (oldest.what, oldest.flag, oldest.since, oldest.timeout_s)
+            self.table.write_wait(self._row, *shown)
         self._shown = oldest
 
 

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from accerl_mp.weight_sync.outbox import Outbox, make_buffers
 from accerl_mp.weight_sync.patience import Patience
 from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncError
 from accerl_mp.weight_sync.replicas import Replicas
-from accerl_mp.weight_sync.report import describe
+from accerl_mp.weight_sync.report import PushReport, describe
 from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, probe_ids
 
 _CLOSE_S = 5.0
@@ -42,32 +41,6 @@ _STOP_GRACE_S = 10.0
 """When the run ends, ranks leave a push together, at rank 0's word; this long they wait for it."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushReport:
-    """Of one finished push, as rank 0 saw it (other ranks know version and verified)."""
-
-    version: int
-    seconds: float = 0.0
-    """From start_push to the swap everywhere."""
-    standstill_s: float = 0.0
-    """In which no step of the engine began, of the slowest inference process: pause to resume; without a pause the load alone."""
-    num_bytes: int = 0
-    verified: bool = False
-    begin_s: float = 0.0
-    """On the main thread, as is the gathering: inference gets ready to receive."""
-    gather_s: float = 0.0
-    """Gather, cast, copy into messages."""
-    send_s: float = 0.0
-    """On the wire, beside everything else."""
-    pause_s: float = 0.0
-    load_s: float = 0.0
-    resume_s: float = 0.0
-    swap_s: float = 0.0
-    """From the first request that was held until requests are let in again: pause, load, cut of the versions, resume."""
-    path: str = ""
-    """How weights are swapped: "layerwise", "plain" or "captured"."""
 
 
 class WeightSync:
