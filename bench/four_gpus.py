@@ -28,6 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accerl_mp.topology import visible_gpus
 from bench.common import ROOT, Result, make_parser, parse, python_path
 from bench.mixture import measure_mixture
 from bench.run_folder import Failed, RunFolder
@@ -197,8 +198,8 @@ def _group_line(run: RunFolder) -> str:
 
 
 def measure_trainer(bench: Bench) -> None:
-    """The three start together and measure one after the other."""
-    args, rates = bench.args, {}
+    """The three start together and measure one after the other; where there are four GPUs, one rank has the last one."""
+    args, rates, gpus = bench.args, {}, [] if bench.args.cpu else visible_gpus()
     turn = bench.folder / "turn"
     turn.touch()
     flags = ["--model", args.model, "--settings", "base", "--warmup", "2", "--repeats", str(args.repeats), "--turn", str(turn)]
@@ -206,7 +207,8 @@ def measure_trainer(bench: Bench) -> None:
     variables = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0", "OMP_NUM_THREADS": "8"}
 
     def measure(ranks: int) -> None:
-        found = _script(bench, "trainer", [*flags, "--ranks", str(ranks)], name=f"trainer-{ranks}", **variables)
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[-1:] if ranks == 1 else gpus[:ranks])} if gpus else {}
+        found = _script(bench, "trainer", [*flags, "--ranks", str(ranks)], name=f"trainer-{ranks}", **variables, **own)
         rates[ranks] = next(one["median"] for one in found["measures"] if one["name"] == "throughput")
 
     side_by_side(bench, {f"{ranks} trainer ranks": lambda ranks=ranks: measure(ranks) for ranks in (1, 2, 3)})

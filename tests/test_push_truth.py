@@ -276,11 +276,16 @@ def test_a_push_reaches_every_worker_of_one_engine(tmp_path: Path) -> None:
         weights = {0: {name: tensor.clone() for name, tensor in run.model.state_dict().items()}}
         for version in (1, 2, 3):
             time.sleep(0.3)
-            train_only(run.model, "model.norm" if version < 3 else "")
+            train_only(run.model, "model.norm")
             weights[version] = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
             assert run.push(version, trainable_only=True).verified
         _check_replies(run, weights, *load.stop())
-        assert "weight group of 3" in run.log or "worker 1: weights are swapped" in run.log
+        train_only(run.model, "")  # all of it: what each worker keeps a part of too
+        assert run.push(4, trainable_only=True).verified
+        client = RequestClient(run)
+        assert _is_right(run, client)
+        client.close()
+        assert "worker 1: weights are swapped" in run.log
 
 
 def _is_right(run: InferenceRun, client: RequestClient) -> bool:  # noqa: F811
