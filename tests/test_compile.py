@@ -20,7 +20,7 @@ def _varlen_without_a_gpu(module: nn.Module, query, key, value, mask, *, cu_seq_
     return attention.segment_attention(module, query, key, value, mask, scaling=options["scaling"])
 
 
-def _attend_without_a_gpu(query, key, value, *, segment_ends, segment_sizes, longest, scale, window):
+def _attend_without_a_gpu(query, key, value, *, segment_ends, segment_sizes, longest, stats_rows, scale, window):
     """In place of cuDNN's operators, likewise."""
     rows = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     return attention.segment_attention(nn.Module(), *rows, None, scaling=scale)[0][0]

@@ -17,7 +17,7 @@ from accerl_mp.models import attention, cudnn_attention
 from accerl_mp.models.attention import Segments
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-MIXES = [[1], [5], [1, 1, 1], [7, 1, 30, 2], [4] * 8, [3] * 9, list(range(1, 18))]
+MIXES = [[1], [5], [1, 1, 1], [7, 1, 30, 2], [4] * 8, [3] * 9, list(range(1, 18)), [128] * 3, [100, 60]]
 
 
 def _samples(tensors: tuple[Tensor, ...], segment_ends: Tensor, segment_sizes: Tensor) -> Iterator[list[Tensor]]:
@@ -25,12 +25,12 @@ def _samples(tensors: tuple[Tensor, ...], segment_ends: Tensor, segment_sizes: T
         yield [tensor[start : start + size].transpose(0, 1)[None] for tensor in tensors]
 
 
-def _probabilities(query: Tensor, key: Tensor, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    """(each row's softmax, the log of its sum): [1, H, S, S], [1, H, S, 1]."""
+def _probabilities(query: Tensor, key: Tensor, scale: float, window: int) -> Tensor:
+    """[1, H, S, S]."""
     length = query.shape[2]
     distance = torch.arange(length)[:, None] - torch.arange(length)
     scores = (query @ key.mT * scale).masked_fill((distance < 0) | (distance >= (window or length)), -torch.inf)
-    return scores.softmax(-1), scores.logsumexp(-1, keepdim=True)
+    return scores.softmax(-1)
 
 
 def _for_each_query(keys: Tensor, query: Tensor) -> Tensor:
@@ -43,21 +43,19 @@ def _packed(parts: list[Tensor]) -> Tensor:
 
 
 @torch.library.impl("accerl::cudnn_attention", "CPU")
-def _forward(query, key, value, segment_ends, segment_sizes, longest, scale, window):
-    outputs, stats = [], []
+def _forward(query, key, value, segment_ends, segment_sizes, longest, stats_rows, scale, window):
+    outputs = []
     for q, k, v in _samples((query, key, value), segment_ends, segment_sizes):
-        probabilities, sums = _probabilities(q, _for_each_query(k, q), scale, window)
-        outputs.append(probabilities @ _for_each_query(v, q))
-        stats.append(sums)
-    return _packed(outputs), _packed(stats)
+        outputs.append(_probabilities(q, _for_each_query(k, q), scale, window) @ _for_each_query(v, q))
+    return _packed(outputs), query.new_zeros(stats_rows * query.shape[1])  # the backward below needs none
 
 
 @torch.library.impl("accerl::cudnn_attention_backward", "CPU")
-def _backward(grad, query, key, value, output, stats, segment_ends, segment_sizes, longest, scale, window):
+def _backward(grad, query, key, value, output, stats, segment_ends, segment_sizes, longest, stats_rows, scale, window):
     """By hand: below an operator nothing is recorded."""
     grads = []
     for d_out, q, k, v, out in _samples((grad, query, key, value, output), segment_ends, segment_sizes):
-        probabilities, _ = _probabilities(q, _for_each_query(k, q), scale, window)
+        probabilities = _probabilities(q, _for_each_query(k, q), scale, window)
         d_scores = probabilities * (d_out @ _for_each_query(v, q).mT - (d_out * out).sum(-1, keepdim=True)) * scale
         d_key, d_value = (part.unflatten(1, (k.shape[1], -1)).sum(2) for part in (d_scores.mT @ q, probabilities.mT @ d_out))
         grads.append((d_scores @ _for_each_query(k, q), d_key, d_value))
@@ -83,6 +81,8 @@ def test_a_pack_is_described_by_its_class(lengths: list[int]) -> None:
     assert len(lengths) <= num_segments < 2 * len(lengths)
     assert sizes == lengths + [0] * (len(sizes) - len(lengths))
     assert ends == [sum(lengths[:index]) for index in range(len(ends))]
+    assert pack["stats_rows"] in (sum(lengths), num_segments * pack["longest"])
+    assert pack["stats_rows"] <= 4 * sum(lengths)
     assert pack["segment_ends"].dtype == pack["segment_sizes"].dtype == torch.int32
 
 
@@ -116,7 +116,7 @@ def test_the_operators_give_each_sample_its_own_attention_and_gradient(lengths: 
 def test_the_operators_say_the_truth_about_themselves() -> None:
     """Schema, shapes without data, gradients, and all of it under the compiler with symbols for sizes."""
     pack, rows = _layout([5, 9, 2]), [tensor.detach()[0].transpose(0, 1).requires_grad_() for tensor in _heads(16)]
-    arguments = (*rows, pack["segment_ends"], pack["segment_sizes"], pack["longest"], 0.25, 0)
+    arguments = (*rows, pack["segment_ends"], pack["segment_sizes"], pack["longest"], pack["stats_rows"], 0.25, 0)
     torch.library.opcheck(torch.ops.accerl.cudnn_attention.default, arguments)
     detached = [row.detach() for row in rows]
     output, stats = torch.ops.accerl.cudnn_attention(*detached, *arguments[3:])

@@ -12,6 +12,7 @@ all are plain causal attention over the rows of a batch: padding on the right ne
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +44,11 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str) -> "Segments":
-        device = torch.device(device)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        if device.type == "cuda":  # from pageable memory the copy would wait for the GPU
-            ends = ends.pin_memory()
-        return cls(lengths, ends.to(device, non_blocking=True))
+        return cls(lengths, ends.to(device))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Segments":
+        return Segments(self.lengths, move(self.cu_seqlens))
 
     def forward_arguments(self, attention: str) -> dict[str, Any]:
         """For the function named `attention`; the varlen ones under the names that Transformers' own flash attention reads."""
@@ -145,6 +146,7 @@ def cudnn_attention(
     segment_ends: Tensor | None = None,
     segment_sizes: Tensor | None = None,
     longest: int = 0,
+    stats_rows: int = 0,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As `varlen_attention`."""
@@ -155,7 +157,7 @@ def cudnn_attention(
         raise ValueError(f"{type(module).__name__} has values of another size than its keys: --attn-implementation cudnn takes one size")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
-    pack = {"segment_ends": segment_ends, "segment_sizes": segment_sizes, "longest": longest}
+    pack = {"segment_ends": segment_ends, "segment_sizes": segment_sizes, "longest": longest, "stats_rows": stats_rows}
     return cudnn.attend(query, key, value, **pack, scale=scale, window=sliding_window)[None], None
 
 

@@ -27,6 +27,8 @@ OLDEST_CUDNN = 91200
 MAX_HEAD_SIZE = 128
 _PLANS = 256
 _NO_WINDOW = 0
+_MOST_PADDING = 4
+"""Times the tokens of a pack that stats are padded to; they are kept for each layer, a value a head."""
 
 _of_thread = threading.local()
 
@@ -79,9 +81,16 @@ def layout(lengths: list[int], cu_seqlens: Tensor) -> dict[str, Any]:
     Samples without tokens fill up to the class. Shapes and `longest` are a class's, so that packs of one class look alike; the odd
     length of both tensors is no other size of a model, which a compiler would else take for the same.
     """
-    num_segments = 1 << (len(lengths) - 1).bit_length()
-    ends = torch.cat([cu_seqlens, cu_seqlens.new_full((num_segments + 1 - len(cu_seqlens),), sum(lengths))])
-    return {"segment_ends": ends, "segment_sizes": ends.diff(append=ends[-1:]), "longest": size_class(max(lengths), 128)}
+    num_segments, total, longest = 1 << (len(lengths) - 1).bit_length(), sum(lengths), size_class(max(lengths), 128)
+    ends = torch.cat([cu_seqlens, cu_seqlens.new_full((num_segments + 1 - len(cu_seqlens),), total)])
+    padded = num_segments * longest
+    return {
+        "segment_ends": ends,
+        "segment_sizes": ends.diff(append=ends[-1:]),
+        "longest": longest,
+        # Of stats in rows as long as the longest sample the backward makes its own in less than half the time.
+        "stats_rows": padded if padded <= _MOST_PADDING * total else total,
+    }
 
 
 def attend(
@@ -92,6 +101,7 @@ def attend(
     segment_ends: Tensor,
     segment_sizes: Tensor,
     longest: int,
+    stats_rows: int,
     scale: float,
     window: int | None,
 ) -> Tensor:
@@ -99,7 +109,8 @@ def attend(
 
     `window`: how many tokens one sees, itself included. Differentiable in the first three.
     """
-    return torch.ops.accerl.cudnn_attention(query, key, value, segment_ends, segment_sizes, longest, scale, window or _NO_WINDOW)[0]
+    pack = (segment_ends, segment_sizes, longest, stats_rows)
+    return torch.ops.accerl.cudnn_attention(query, key, value, *pack, scale, window or _NO_WINDOW)[0]
 
 
 class _Uid(IntEnum):
@@ -133,6 +144,7 @@ class _Class(NamedTuple):
     head_size: int
     scale: float
     window: int
+    has_padded_stats: bool
     max_tokens: int
     """Rows at most; the backward's accumulators are as large. 0 for the forward, which needs none."""
 
@@ -142,7 +154,7 @@ class _Plan(NamedTuple):
     workspace_bytes: int
 
 
-_PACK = "Tensor segment_ends, Tensor segment_sizes, SymInt longest, float scale, int window"
+_PACK = "Tensor segment_ends, Tensor segment_sizes, SymInt longest, SymInt stats_rows, float scale, int window"
 _COMPILES = {"tags": torch.Tag.pt2_compliant_tag}
 # Not `torch.library.custom_op`: what that wraps around a call takes as long as the call.
 torch.library.define("accerl::cudnn_attention", f"(Tensor query, Tensor key, Tensor value, {_PACK}) -> (Tensor, Tensor)", **_COMPILES)
@@ -155,30 +167,31 @@ torch.library.define(
 
 @torch.library.impl("accerl::cudnn_attention", "CUDA")
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, segment_ends: Tensor, segment_sizes: Tensor, longest: int, scale: float, window: int
-) -> tuple[Tensor, Tensor]:
-    """([T, H, D], [T, H, 1] float32 log of each row's sum, for the backward)."""
+    query: Tensor, key: Tensor, value: Tensor,
+    segment_ends: Tensor, segment_sizes: Tensor, longest: int, stats_rows: int, scale: float, window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """([T, H, D], float32 log of each row's sum for the backward: [T, H], or [B, H, S] with S = `longest`, flat)."""
     query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    kind = _class_of(query, key, segment_sizes, longest, scale, window, max_tokens=0)
-    output, stats = torch.empty_like(query), query.new_empty((*query.shape[:2], 1), dtype=torch.float32)
+    kind = _class_of(query, key, segment_sizes, longest, stats_rows, scale, window, max_tokens=0)
+    output, stats = torch.empty_like(query), query.new_empty((stats_rows * kind.heads,), dtype=torch.float32)
     tensors = {_Uid.QUERY: query, _Uid.KEY: key, _Uid.VALUE: value, _Uid.OUTPUT: output, _Uid.STATS: stats}
     _execute(_forward_plan(kind), tensors | _ragged(kind, segment_ends, segment_sizes), query.device)
     return output, stats
 
 
 @torch.library.register_fake("accerl::cudnn_attention")
-def _(query, key, value, segment_ends, segment_sizes, longest, scale, window):
-    return query.new_empty(query.shape), query.new_empty((query.shape[0], query.shape[1], 1), dtype=torch.float32)
+def _(query, key, value, segment_ends, segment_sizes, longest, stats_rows, scale, window):
+    return query.new_empty(query.shape), query.new_empty((stats_rows * query.shape[1],), dtype=torch.float32)
 
 
 @torch.library.impl("accerl::cudnn_attention_backward", "CUDA")
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, stats: Tensor,
-    segment_ends: Tensor, segment_sizes: Tensor, longest: int, scale: float, window: int,
+    segment_ends: Tensor, segment_sizes: Tensor, longest: int, stats_rows: int, scale: float, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value."""
     grad, query, key, value = grad.contiguous(), query.contiguous(), key.contiguous(), value.contiguous()
-    kind = _class_of(query, key, segment_sizes, longest, scale, window, max_tokens=size_class(len(query), 1024))
+    kind = _class_of(query, key, segment_sizes, longest, stats_rows, scale, window, max_tokens=size_class(len(query), 1024))
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     tensors = {_Uid.QUERY: query, _Uid.KEY: key, _Uid.VALUE: value, _Uid.OUTPUT: output, _Uid.STATS: stats, _Uid.GRAD_OUTPUT: grad}
     tensors |= dict(zip((_Uid.GRAD_QUERY, _Uid.GRAD_KEY, _Uid.GRAD_VALUE), grads, strict=True))
@@ -187,27 +200,30 @@ def _attention_backward(
 
 
 @torch.library.register_fake("accerl::cudnn_attention_backward")
-def _(grad, query, key, value, output, stats, segment_ends, segment_sizes, longest, scale, window):
+def _(grad, query, key, value, output, stats, segment_ends, segment_sizes, longest, stats_rows, scale, window):
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
 def _remember(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, segment_ends, segment_sizes, ctx.longest, ctx.scale, ctx.window = inputs
+    query, key, value, segment_ends, segment_sizes, ctx.longest, ctx.stats_rows, ctx.scale, ctx.window = inputs
     ctx.save_for_backward(query, key, value, *output, segment_ends, segment_sizes)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.accerl.cudnn_attention_backward(grad, *ctx.saved_tensors, ctx.longest, ctx.scale, ctx.window)
-    return *grads, None, None, None, None, None
+    grads = torch.ops.accerl.cudnn_attention_backward(grad, *ctx.saved_tensors, ctx.longest, ctx.stats_rows, ctx.scale, ctx.window)
+    return *grads, *[None] * 6
 
 
 torch.library.register_autograd("accerl::cudnn_attention", _differentiate, setup_context=_remember)
 
 
-def _class_of(query: Tensor, key: Tensor, segment_sizes: Tensor, longest: int, scale: float, window: int, *, max_tokens: int) -> _Class:
+def _class_of(
+    query: Tensor, key: Tensor, segment_sizes: Tensor, longest: int, stats_rows: int, scale: float, window: int, *, max_tokens: int
+) -> _Class:
     (_, heads, head_size), key_heads = query.shape, key.shape[1]
     device, num_segments = query.device.index or 0, len(segment_sizes) - 1
-    return _Class(query.dtype, device, num_segments, longest, heads, key_heads, head_size, scale, window, max_tokens)
+    padded = stats_rows == num_segments * longest
+    return _Class(query.dtype, device, num_segments, longest, heads, key_heads, head_size, scale, window, padded, max_tokens)
 
 
 def _ragged(kind: _Class, segment_ends: Tensor, segment_sizes: Tensor) -> dict[int, Tensor]:
@@ -216,11 +232,8 @@ def _ragged(kind: _Class, segment_ends: Tensor, segment_sizes: Tensor) -> dict[i
     # Each row starts at 16 bytes.
     offsets = torch.empty((3, -(-num_ends // 2) * 2), dtype=torch.int64, device=segment_ends.device)
     torch.mul(segment_ends, _row_sizes(kind.heads, kind.key_heads, kind.head_size, segment_ends.device), out=offsets[:, :num_ends])
-    return {
-        _Uid.SIZES_OF_QUERIES: segment_sizes,
-        _Uid.SIZES_OF_KEYS: segment_sizes,
-        **dict(zip((_Uid.QUERY_OFFSETS, _Uid.KEY_OFFSETS, _Uid.STATS_OFFSETS), offsets.unbind(0), strict=True)),
-    }
+    uids = (_Uid.QUERY_OFFSETS, _Uid.KEY_OFFSETS) + (() if kind.has_padded_stats else (_Uid.STATS_OFFSETS,))
+    return {_Uid.SIZES_OF_QUERIES: segment_sizes, _Uid.SIZES_OF_KEYS: segment_sizes, **dict(zip(uids, offsets.unbind(0), strict=False))}
 
 
 @lru_cache(maxsize=16)
@@ -258,9 +271,10 @@ class _Graph:
             compute_data_type=types.FLOAT,
             handle=_handle(torch.device("cuda", kind.device)),
         )
-        self.query_offsets, self.key_offsets, self.stats_offsets = (
-            self._column(uid, kind.num_segments + 1, types.INT64) for uid in (_Uid.QUERY_OFFSETS, _Uid.KEY_OFFSETS, _Uid.STATS_OFFSETS)
+        self.query_offsets, self.key_offsets = (
+            self._column(uid, kind.num_segments + 1, types.INT64) for uid in (_Uid.QUERY_OFFSETS, _Uid.KEY_OFFSETS)
         )
+        self.stats_offsets = None if kind.has_padded_stats else self._column(_Uid.STATS_OFFSETS, kind.num_segments + 1, types.INT64)
 
     def _column(self, uid: _Uid, length: int, data_type: Any) -> Any:
         return self.graph.tensor(name=uid.name.lower(), dim=[length, 1, 1, 1], stride=[1, 1, 1, 1], data_type=data_type, uid=int(uid))
@@ -269,7 +283,8 @@ class _Graph:
         """(sizes, strides) of [B, H, S, D] in rows of tokens; the first stride is never used, offsets stand in for it."""
         kind = self.kind
         if uid is _Uid.STATS:
-            return [kind.num_segments, kind.heads, kind.longest, 1], [kind.heads * kind.longest, 1, kind.heads, 1]
+            inner = [kind.longest, 1] if kind.has_padded_stats else [1, kind.heads]
+            return [kind.num_segments, kind.heads, kind.longest, 1], [kind.heads * kind.longest, *inner, 1]
         heads = kind.key_heads if uid in (_Uid.KEY, _Uid.VALUE, _Uid.GRAD_KEY, _Uid.GRAD_VALUE) else kind.heads
         size = kind.head_size
         return [kind.num_segments, heads, kind.longest, size], [heads * kind.longest * size, size, heads * size, 1]
@@ -285,13 +300,17 @@ class _Graph:
     def given(self, uid: _Uid) -> Any:
         dim, stride = self._shape(uid)
         tensor = self.graph.tensor(name=uid.name.lower(), dim=dim, stride=stride, data_type=self._type(uid), uid=int(uid))
-        tensor.set_ragged_offset(self._offsets(uid))
+        self._place(tensor, uid)
         return tensor
 
     def returned(self, tensor: Any, uid: _Uid) -> None:
         dim, stride = self._shape(uid)
         tensor.set_uid(int(uid)).set_output(True).set_dim(dim).set_stride(stride).set_data_type(self._type(uid))
-        tensor.set_ragged_offset(self._offsets(uid))
+        self._place(tensor, uid)
+
+    def _place(self, tensor: Any, uid: _Uid) -> None:
+        if (offsets := self._offsets(uid)) is not None:
+            tensor.set_ragged_offset(offsets)
 
     def mask(self) -> dict[str, Any]:
         """Causal, within samples of their own lengths."""

@@ -1,4 +1,7 @@
-"""FSDP2: shards a model over the trainer's ranks, each decoder layer a unit, the rest (embeddings, norm, head) the root unit."""
+"""FSDP2: shards a model over the trainer's ranks, each decoder layer a unit, the rest (embeddings, norm, head) the root unit.
+
+One rank that has room for it makes the whole model one unit.
+"""
 
 import torch
 from torch import nn
@@ -7,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 UNSHARDED_SHARE = 0.25
 """Share of a GPU's memory that whole parameters and gradients may take for the length of an optimizer step."""
-ONE_UNIT_SHARE = 0.05
-"""Share of it that two float32 copies of the gradients may take where a model is one unit."""
 UNSHARDED_BYTES_CPU = 2 << 30
 """Likewise on CPU, where ranks share the machine's memory with vLLM."""
+ONE_UNIT_SHARE = 0.05
+"""Share of a GPU's memory that two float32 copies of the gradients may take where a model is one unit."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -27,7 +30,6 @@ def shard(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device,
 
     Masters and gradients are float32, compute is in `compute_dtype`. Gradients are *summed* over ranks: the loss already
     carries the count of the whole optimizer step. `unsharded`: keep whole parameters from a forward to its backward.
-
     """
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(

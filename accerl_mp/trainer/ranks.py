@@ -1,6 +1,7 @@
 """The trainer's ranks: their process group, sums over all of them, and the one way in which they wait together."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,6 +26,8 @@ def prepare_torch(config: Config) -> None:
     """Threads, seed and `--deterministic` of a rank, before anything is computed."""
     if config.run.placement == "cpu":
         torch.set_num_threads(1)  # a rank a core; vLLM has the others
+    # The thread that builds packs would else keep the interpreter for 5 ms while the one that launches kernels waits for it.
+    sys.setswitchinterval(0.0005)
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
 

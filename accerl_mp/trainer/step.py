@@ -133,13 +133,11 @@ class Stepper:
                 sums += batch_sums
                 ratio_max = torch.maximum(ratio_max, batch_ratio)
                 shapes.append(shape)
-        squares = self._gradient_squares()
-        if device.type == "cuda":  # the update waits for the gradients anyway; this way the time goes to whom it belongs
-            torch.cuda.current_stream().synchronize()
-        computed = time.perf_counter()
+        clock = _UpdateClock(device)
         rate = self._learning_rate(step)
-        grad_norm, is_bad = self._update(sums[0], squares, rate)
+        grad_norm, is_bad = self._update(sums[0], rate)
         values = torch.cat([sums, ratio_max[None]]).tolist()
+        update_seconds = clock.seconds()
         if self._witness:  # only now: the device has nothing left to do, so that its copies hold up nothing
             self._witness.see(seen, step=step)
         return StepResult(
@@ -150,8 +148,8 @@ class Stepper:
             is_bad=is_bad,
             totals=totals,
             packs=shapes,
-            compute_seconds=computed - started,
-            update_seconds=time.perf_counter() - computed,
+            compute_seconds=time.perf_counter() - started - update_seconds,
+            update_seconds=update_seconds,
         )
 
     def _build(self, samples: list[RLSample], version: int) -> tuple[MicroBatch, PackShape]:
@@ -204,31 +202,38 @@ class Stepper:
             sums = torch.cat([loss.detach()[None], torch.stack(parts).sum(1)])
             return sums, ratio.max(), logprobs.detach()
 
-    def _local_grads(self) -> list[Tensor]:
-        return [_local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
-
     @torch.no_grad()
-    def _gradient_squares(self) -> Tensor:
-        """Of this rank's shards, on the device."""
-        grads = self._local_grads()
-        return torch.stack(torch._foreach_norm(grads)).square().sum() if grads else torch.zeros((), device=self._ranks.device)
-
-    @torch.no_grad()
-    def _update(self, loss_share: Tensor, squares: Tensor, rate: float) -> tuple[float, bool]:
+    def _update(self, loss_share: Tensor, rate: float) -> tuple[float, bool]:
         """(gradient norm before clipping, whether the step was skipped). The norm is over all ranks' shards."""
+        grads = [_local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
+        squares = torch.stack(torch._foreach_norm(grads)).square().sum() if grads else torch.zeros((), device=self._ranks.device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        is_updated = self._ranks.size == 1 and self._ranks.device.type == "cuda"
+        if is_updated:
+            self._update_on_device(loss_share, squares)
         loss_sum, square_sum = self._ranks.sums(torch.stack([loss_share, squares]).tolist())
         grad_norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         is_bad = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
         self._note_bad(is_bad, loss_sum, grad_norm)
-        if not is_bad:
+        if not is_bad and not is_updated:
             limit = self._config.optimizer.max_grad_norm
             if 0 < limit < grad_norm:
-                torch._foreach_mul_(self._local_grads(), limit / (grad_norm + 1e-6))
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm, is_bad
+
+    def _update_on_device(self, loss_share: Tensor, squares: Tensor) -> None:
+        """Clip and update, or skip, with nothing to agree on: the host has launched it before it knows what the gradient is.
+
+        The fused kernels divide gradients by `grad_scale`, and leave everything as it is where `found_inf` is 1.
+        """
+        limit = self._config.optimizer.max_grad_norm
+        self.optimizer.found_inf = 1.0 - (loss_share.isfinite() & squares.isfinite()).float()  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = ((squares.sqrt() + 1e-6) / limit).clamp(min=1.0) if limit > 0 else None  # type: ignore[attr-defined]
+        self.optimizer.step()
+        del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
 
     def _note_bad(self, is_bad: bool, loss: float, grad_norm: float) -> None:
         self.num_bad_in_a_row = self.num_bad_in_a_row + 1 if is_bad else 0
@@ -250,6 +255,24 @@ class Stepper:
             max_steps=settings.max_steps,
             min_lr_ratio=settings.min_lr_ratio,
         )
+
+
+class _UpdateClock:
+    """How long the update takes on the device, which the host has launched it for long before; on the CPU the time until `seconds`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._started = time.perf_counter() if device.type == "cpu" else torch.cuda.Event(enable_timing=True)
+        if isinstance(self._started, torch.cuda.Event):
+            self._started.record()
+
+    def seconds(self) -> float:
+        """To be called when everything launched until now has ended."""
+        if isinstance(self._started, float):
+            return time.perf_counter() - self._started
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        ended.synchronize()
+        return self._started.elapsed_time(ended) / 1000
 
 
 class ShardAdamW(torch.optim.AdamW):
