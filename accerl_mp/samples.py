@@ -6,6 +6,7 @@ Imports NumPy only: rollout, ingest and trainer all build or read it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +28,8 @@ _TRAINED_FIELDS = {"response_ids": np.int32, "output_versions": np.int32}
 ARRAY_FIELDS: dict[str, Any] = _TOKEN_FIELDS | _TRAINED_FIELDS
 """Every array field and its dtype, in the order in which the codec writes them."""
 _LAYOUT = tuple((name, np.dtype(dtype), name in _TOKEN_FIELDS) for name, dtype in ARRAY_FIELDS.items())
-_FLOATS = ("old_logprobs", "token_rewards", "token_advantages")
+FLOAT_FIELDS = ("old_logprobs", "token_rewards", "token_advantages")
+"""One behind the other in ARRAY_FIELDS, too."""
 _count = np.count_nonzero
 _get_arrays = attrgetter(*ARRAY_FIELDS)
 
@@ -148,7 +150,7 @@ class RLSample:
 
     def _raise_for_floats(self, is_finite: np.ndarray, is_set: np.ndarray, trained: np.ndarray) -> None:
         is_set[:, trained] = False
-        for name, finite, other in zip(_FLOATS, is_finite, is_set, strict=True):
+        for name, finite, other in zip(FLOAT_FIELDS, is_finite, is_set, strict=True):
             _expect(name, "finite where trained", getattr(self, name)[trained], bool(finite.all()))
             _expect(name, "0 where untrained", "other values", not other.any())
 
@@ -158,35 +160,30 @@ class RLSample:
             _expect(name, "a finite number", value, math.isfinite(value))
 
 
-def joined_hold(arrays: Sequence[np.ndarray], lengths: Sequence[int], num_trained: Sequence[int]) -> bool:
+def joined_hold(arrays: Sequence[np.ndarray], floats: np.ndarray, lengths: Sequence[int], num_trained: Sequence[int]) -> bool:
     """Whether every sample of a group keeps what `validate` checks of arrays, looked at in the joined arrays, at a fraction of the cost.
 
     `arrays`: for each of ARRAY_FIELDS that of all samples, one after the other, of the right type and `sum(lengths)` or
-    `sum(num_trained)` long. At least one sample. Which one is wrong, and how, `validate` says.
+    `sum(num_trained)` long; `floats`: [3, sum(lengths)] those of FLOAT_FIELDS. At least one sample. Which one is wrong, and how,
+    `validate` says.
     """
-    ids, mask, labels, logprobs, rewards, advantages, turns, response_ids, versions = arrays
-    starts = np.cumsum([0, *lengths])
+    ids, mask, labels, _, _, _, turns, response_ids, versions = arrays
+    starts = np.array([0, *accumulate(lengths)])
     is_trained = labels != UNTRAINED
     trained = is_trained.nonzero()[0]
     total = len(trained)
-    counts = np.diff(np.searchsorted(trained, starts)).tolist()
+    before = trained.searchsorted(starts).tolist()
+    of_trained = floats.take(trained, axis=1)
     return bool(
-        counts == num_trained
-        and min(counts) > 0
+        [end - start for start, end in pairwise(before)] == num_trained
+        and min(num_trained) > 0
         and not is_trained[starts[:-1]].any()
         and _count(mask == 1) == len(ids)
         and labels.take(trained).tobytes() == ids.take(trained).tobytes() == response_ids.tobytes()
         and _count(turns.take(trained) >= 0) == total == _count(turns != -1) == _count(versions >= 0)
-        and _floats_hold((logprobs, rewards, advantages), trained)
-    )
-
-
-def _floats_hold(arrays: Sequence[np.ndarray], trained: np.ndarray) -> bool:
-    of_trained = [array.take(trained) for array in arrays]
-    return (
-        all(np.isfinite(values).all() for values in of_trained)
-        and all(_count(array != 0) == _count(values) for array, values in zip(arrays, of_trained, strict=True))
-        and _count(of_trained[0] <= 1e-4) == len(trained)
+        and _count(np.isfinite(of_trained)) == of_trained.size
+        and _count(floats != 0) == _count(of_trained != 0)
+        and _count(of_trained[0] <= 1e-4) == total
     )
 
 

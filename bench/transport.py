@@ -35,8 +35,8 @@ from bench.scratch import ray_driver
 from bench.transport_common import Stream, make_groups
 
 Side = Callable[[Stream], dict[str, Any]]
-SAMPLES_AT_500 = 4000
-"""A run's samples at 500 tokens; fewer of longer ones."""
+NUM_SAMPLES, NUM_TOKENS = 4000, 8_000_000
+"""A run's samples, or fewer of longer ones: this many tokens in all."""
 LATENCY_S = 2.0
 MEMCPY_BYTES = 512 << 20
 """More than a last-level cache of this decade (260 MB here)."""
@@ -156,7 +156,7 @@ def main() -> None:
         for num_tokens in args.tokens:
             for num_workers in args.workers:
                 per_round = 8 * num_workers
-                count = SAMPLES_AT_500 * 500 // num_tokens // (8 if args.quick else 1)
+                count = min(NUM_SAMPLES, NUM_TOKENS // num_tokens) // (8 if args.quick else 1)
                 fast = Stream(num_tokens, num_workers, max(4, count // per_round) * per_round)
                 measure_throughput(result, sides, fast, args.repeats, warmup=0 if args.quick else 1)
                 slow = max(1, round(args.rate * latency_s / per_round)) * per_round

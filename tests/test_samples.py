@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from accerl_mp.samples import ARRAY_FIELDS, RLSample, SampleError, joined_hold
+from accerl_mp.samples import ARRAY_FIELDS, FLOAT_FIELDS, RLSample, SampleError, joined_hold
 from accerl_mp.transport.codec import decode_samples, encode_samples
 
 
@@ -148,7 +148,8 @@ def test_what_each_sample_allows_its_group_allows_too() -> None:
             array = getattr(samples[rng.integers(len(samples))], str(rng.choice(list(ARRAY_FIELDS))))
             array[rng.integers(len(array))] = rng.choice([0, 1, -100, 40])
         arrays = [np.concatenate([getattr(sample, name) for sample in samples]) for name in ARRAY_FIELDS]
-        verdicts.append(joined_hold(arrays, list(map(len, samples)), [sample.num_trained for sample in samples]))
+        floats = np.stack([arrays[list(ARRAY_FIELDS).index(name)] for name in FLOAT_FIELDS])
+        verdicts.append(joined_hold(arrays, floats, list(map(len, samples)), [sample.num_trained for sample in samples]))
         assert verdicts[-1] == all(map(is_valid, samples))
     assert 50 < sum(verdicts) < 250
 

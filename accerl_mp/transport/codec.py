@@ -4,7 +4,7 @@ A group is two frames:
 
     header   magic | version | number of samples | sizes | checksum of the body | msgpack columns | padding | CRC
     body     the arrays of samples.ARRAY_FIELDS, one after the other; each holds that field of all samples, one sample after the
-             other, and is padded to 8 bytes
+             other, and is padded to 4 bytes
 
 Columns are the samples' lengths, their numbers of trained tokens, and each of their scalars. The header's CRC covers the checksum of
 the body: a frame that was cut, flipped, swapped, left out or taken from another message raises CodecError. A ring record is the header
@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from accerl_mp.samples import ARRAY_FIELDS, SCALAR_FIELDS, RLSample, SampleError, joined_hold
+from accerl_mp.samples import ARRAY_FIELDS, FLOAT_FIELDS, SCALAR_FIELDS, RLSample, SampleError, joined_hold
 from accerl_mp.transport.checksum import checksum
 
 MAGIC = b"ACRL"
@@ -32,13 +32,14 @@ MAX_TOKENS = 1 << 26
 """Refused above this, a sample's or a group's: a damaged length must not become an allocation of gigabytes."""
 
 _ALIGN = 8
-_PREFIX = struct.Struct("<4sHHIIQQ")
-"""Magic, version, 0, number of samples, bytes of the header, bytes of the body, checksum of the body."""
+_PREFIX = struct.Struct("<4sHHIIQII")
+"""Magic, version, 0, number of samples, bytes of the header, bytes of the body, checksum of the body, bytes of the columns."""
 _CRC = struct.Struct("<I")
 _TRAINED = frozenset(("response_ids", "output_versions"))
 _ARRAYS = tuple((name, np.dtype(dtype).newbyteorder("<"), name in _TRAINED) for name, dtype in ARRAY_FIELDS.items())
 """Name, dtype, and whether it has an entry a trained token instead of one a token."""
-_VERSIONS = list(ARRAY_FIELDS).index("output_versions")
+_VERSIONS, _LOGPROBS = map(list(ARRAY_FIELDS).index, ("output_versions", "old_logprobs"))
+assert tuple(ARRAY_FIELDS)[_LOGPROBS : _LOGPROBS + 3] == FLOAT_FIELDS
 _CASTS = tuple({f.name: f.type for f in fields(RLSample)}[name] for name in SCALAR_FIELDS)
 _FLOATS = tuple(index for index, cast in enumerate(_CASTS) if cast is float)
 assert [f.name for f in fields(RLSample)] == [SCALAR_FIELDS[0], *ARRAY_FIELDS, *SCALAR_FIELDS[1:]]  # samples are built by position
@@ -115,8 +116,8 @@ def encode_group(samples: Sequence[RLSample], allocate: Allocate | None = None) 
     columns = zip(*map(_get_arrays, samples), strict=True) if samples else [()] * len(_ARRAYS)
     for array, (offset, _, _), values, (name, dtype, is_trained) in zip(arrays, parts, columns, _ARRAYS, strict=True):
         _join(name, dtype, values, num_trained if is_trained else lengths, into=array)
-        end = offset + array.nbytes
-        body[end : end + _padding(end)] = bytes(_padding(end))
+        if padding := _padded(array.nbytes) - array.nbytes:
+            body[offset + array.nbytes : offset + array.nbytes + padding] = bytes(padding)
     header = _encode_header(len(samples), [lengths, num_trained, *scalars], body)
     return SampleGroup(header, body, lengths, num_trained, scalars, arrays)
 
@@ -133,7 +134,8 @@ def decode_group(header: Frame, body: Frame) -> SampleGroup:
     arrays = [np.ndarray(count, dtype, body, offset) for offset, dtype, count in parts]
     group = SampleGroup(header, body, lengths, num_trained, scalars, arrays)
     are_finite = all(all(map(math.isfinite, scalars[index])) for index in _FLOATS)
-    if lengths and not (are_finite and joined_hold(arrays, lengths, num_trained)):
+    floats = np.ndarray((3, arrays[_LOGPROBS].size), np.float32, body, parts[_LOGPROBS][0])  # three fields, one behind the other
+    if lengths and not (are_finite and joined_hold(arrays, floats, lengths, num_trained)):
         _raise_for(group)
     return group
 
@@ -179,9 +181,9 @@ def _scalar_columns(samples: Sequence[RLSample]) -> list[list[Any]]:
 
 def _encode_header(num_samples: int, columns: list[list[Any]], body: memoryview) -> bytes:
     packed = msgpack.packb(columns)
-    packed += bytes(_padding(_PREFIX.size + len(packed) + _CRC.size))
-    size_bytes = _PREFIX.size + len(packed) + _CRC.size
-    content = _PREFIX.pack(MAGIC, FORMAT_VERSION, 0, num_samples, size_bytes, len(body), checksum(body)) + packed
+    padding = bytes(-(_PREFIX.size + len(packed) + _CRC.size) % _ALIGN)
+    size_bytes = _PREFIX.size + len(packed) + len(padding) + _CRC.size
+    content = _PREFIX.pack(MAGIC, FORMAT_VERSION, 0, num_samples, size_bytes, len(body), checksum(body), len(packed)) + packed + padding
     return content + _CRC.pack(zlib.crc32(content))
 
 
@@ -189,7 +191,7 @@ def _decode_header(frame: memoryview, body: Frame) -> list[Any]:
     """Its columns; CodecError unless it is a header, and that of this body."""
     if len(frame) < _PREFIX.size + _CRC.size:
         raise CodecError(f"header of {len(frame)} bytes is cut")
-    magic, version, _, num_samples, header_bytes, body_bytes, body_checksum = _PREFIX.unpack_from(frame)
+    magic, version, _, num_samples, header_bytes, body_bytes, body_checksum, packed_bytes = _PREFIX.unpack_from(frame)
     if magic != MAGIC:
         raise CodecError(f"header: starts with {magic!r}, not with {MAGIC!r}: not a message of accerl_mp")
     if version != FORMAT_VERSION:
@@ -201,7 +203,7 @@ def _decode_header(frame: memoryview, body: Frame) -> list[Any]:
         raise CodecError(f"body: expected {body_bytes} bytes, got {len(body)}")
     if checksum(body) != body_checksum:
         raise CodecError("body: checksum differs, it was changed, swapped or comes from another message")
-    columns = _unpack(content[_PREFIX.size :])
+    columns = _unpack(content[_PREFIX.size :][:packed_bytes])
     _check_columns(columns, num_samples)
     return columns
 
@@ -228,19 +230,16 @@ def _layout(num_tokens: int, num_trained: int) -> tuple[list[tuple[int, np.dtype
     for _, dtype, is_trained in _ARRAYS:
         count = num_trained if is_trained else num_tokens
         parts.append((offset, dtype, count))
-        offset += count * dtype.itemsize
-        offset += _padding(offset)
+        offset += _padded(count * dtype.itemsize)
     return parts, offset
 
 
-def _padding(size_bytes: int) -> int:
-    return -size_bytes % _ALIGN
+def _padded(size_bytes: int) -> int:
+    return size_bytes + -size_bytes % 4
 
 
 def _unpack(data: memoryview) -> Any:
-    unpacker = msgpack.Unpacker(None, max_buffer_size=len(data) + 1, use_list=True)
     try:
-        unpacker.feed(data)
-        return unpacker.unpack()  # what follows is padding
+        return msgpack.unpackb(data)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise CodecError(f"header: not msgpack: {error}") from error

@@ -135,12 +135,12 @@ class RingWriter(RingView):
         """Slots and pages of a group for which there is room."""
         pages = self._free_pages[: -1 - at.pages_for(group.size_bytes) : -1]
         table = _rows(group, first=first, first_page=pages[0])
-        slots, rows = self._free_slots[: -1 - len(group) : -1], self.memory.slots
+        slots, rows = np.array(self._free_slots[: -1 - len(group) : -1]), self.memory.slots
         del self._free_pages[-len(pages) :], self._free_slots[-len(slots) :]
         self._pages[first], self._num_slots[first] = pages, len(slots)
         # WRITING and the new sequence first: a reader that still copies an old record sees that it is gone.
         rows[slots, at.STATE] = at.WRITING
-        rows[slots, at.SEQUENCE] = range(first, first + len(slots))
+        rows[slots, at.SEQUENCE] = np.arange(first, first + len(slots))
         self._write_pages(pages, [group.header, group.body])
         rows[slots, at.GROUP_FIRST : at.SLOT_END] = table
         rows[slots, at.STATE] = at.READY
