@@ -167,6 +167,13 @@ OTHERS = (
         "the disk", "full", WORK, "files are lost, training goes on", "test_faults.py::test_a_full_disk_costs_files_and_not_the_run"
     ),
     _elsewhere(
+        "the disk",
+        "full in pushes and saves",
+        WORK,
+        "older states stay, training goes on, the next state is whole",
+        "test_trainer_loop.py::test_a_full_disk_costs_states_and_neither_pushes_nor_the_run",
+    ),
+    _elsewhere(
         "/dev/shm",
         "too small",
         REST,

@@ -193,6 +193,8 @@ def summary(run: LiveRun, breaker: Chaos, *, minutes: float) -> dict[str, Any]:
         problems.append(f"launch.sh ended with {code}:\n{run.words()}")
     if left := run.left():
         problems.append(f"left behind: {left}")
+    if code not in (0, None) and not (run.paths.run_dir / "books.json").exists():
+        return {"minutes": minutes, "faults": dict(breaker.done), "optimizer_steps": steps, "left": left, "problems": problems}
     books = run.books()
     episodes = count_episodes(books, num_before=breaker.num_before)
     for unit, count in {"groups": books["groups"], "samples": books["samples"], "episodes": episodes}.items():

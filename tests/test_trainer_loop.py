@@ -4,9 +4,11 @@ Everything but vLLM is real: process entries, board, health table, rings, gloo, 
 that writes down what it was asked.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -376,6 +378,25 @@ def test_the_last_weights_can_be_the_best_while_the_evaluation_before_is_still_p
     assert (state["optimizer_step"], state["eval_win_rate"], state["eval_file"]) == (6, 0.4, "step-000006.json")
 
 
+def test_a_full_disk_costs_states_and_neither_pushes_nor_the_run(make_run: Any) -> None:
+    run = make_run(max_steps=12, resume_every_rounds=1)
+    run.paths.resume.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", run.paths.resume], capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a tmpfs")
+    try:
+        filler = threading.Thread(target=_fill_disk, args=(run, 4, 8), daemon=True)
+        filler.start()
+        run.train()
+        filler.join()
+        assert "was not saved" in run.paths.log("trainer", 0).read_text()
+        saved, damaged = recovery.newest_whole(run.paths.resume)
+        assert saved is not None
+        assert (saved.step, damaged, recovery.announced_in(run.paths.resume)) == (12, [], 6)
+        assert run.board.get("finished") == 1
+    finally:
+        subprocess.run(["umount", "-l", run.paths.resume], check=True)
+
+
 def test_ranks_that_wait_for_vllm_leave_together(make_run: Any) -> None:
     """The real WeightSync: rank 0 waits for inference, rank 1 for rank 0's word."""
     run = make_run(save_checkpoint=True)
@@ -451,6 +472,19 @@ def _answer_late(run: Run) -> None:
     time.sleep(0.5)
     run.held_back = run.calls()[-1] == "finish 0"
     run.answers_evaluations = True
+
+
+def _fill_disk(run: Run, first: int, last: int) -> None:
+    """Full from one step to another."""
+    while run.board.get("optimizer_step") < first:
+        time.sleep(0.005)
+    ballast = run.paths.resume / "ballast"
+    while run.board.get("optimizer_step") < last:
+        with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
+            while file.write(bytes(1 << 14)):
+                pass
+        time.sleep(0.01)
+    ballast.unlink()
 
 
 def _play_evaluations(run: Run, slow: int) -> None:

@@ -74,7 +74,7 @@ class BestExport:
         state |= {"eval_win_rate": report[_WIN_RATE], "eval_file": file.name}
         if state["eval_win_rate"] < self._best_so_far():
             return
-        (self.candidate / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
+        write_atomically(self.candidate / "trainer_state.json", json.dumps(state, indent=2) + "\n")
         replace_folder(self.candidate, self._root / BEST_NAME)
         self._is_resumed = True  # from here on the folder is ours
         mark = {
