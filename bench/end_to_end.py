@@ -72,7 +72,7 @@ def compare_modes(result: Result, args: argparse.Namespace) -> None:
     def run(side: str) -> dict[str, Any]:
         options = {} if side == "synchronous" else {"result": result, "mode": side}
         if args.read:
-            return summary(args, Run(args.read[list(sides).index(side)], 0.0, 0.0), **options)
+            return summary(args, Run(Path(args.read[list(sides).index(side)]), 0.0, 0.0), **options)
         return measure(args, *sides[side], **options)
 
     runs = alternate({side: partial(run, side) for side in sides}, repeats=1 if args.read else args.repeats, warmup=0)
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
     parser.add_argument("--preset", type=Path, help="flags of the runs (default: the demo's, without its evaluations)")
     parser.add_argument("--flags", default="", help="more of them, in one word")
-    parser.add_argument("--read", nargs=2, type=Path, metavar="DIR", help="start no runs for the two modes: read these runs' folders")
+    parser.add_argument("--read", nargs=2, metavar="DIR", help="start no runs for the two modes: read these runs' folders")
     parser.add_argument("--skip", type=int, default=1, help="rounds that do not count for the rates")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest that a run may take")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4], help="rollout processes, for the scaling table")
