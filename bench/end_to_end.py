@@ -30,24 +30,29 @@ from bench.runs import Run, demo_flags, finished_run, words_of
 KNEE = 1.10
 
 
-def measure(args: argparse.Namespace, *flags: str, result: Result | None = None, **labels: Any) -> dict[str, Any]:
-    """One run; what its rounds say. What the reference did is compared with where a result is given."""
+def measure(args: argparse.Namespace, *flags: str, **options: Any) -> dict[str, Any]:
+    """One run, and its `summary`."""
     base = words_of(args.preset) if args.preset else demo_flags()
     with finished_run([*base, "--max-steps", str(args.steps), *args.flags.split(), *flags], timeout_s=args.limit_s) as run:
-        rounds, wins = run.metrics(), _wins(run)
-        shares = {tag: _mean(rounds, tag) for tag in sorted(set().union(*rounds)) if tag.startswith("Time/")}
-        last_wins = [won for _, won in wins[-max(1, len(wins) // 4) :]]
-        if result is not None and args.preset and args.preset.resolve() == PRESET:
-            add_workload(result, run, args.skip, **labels)
-        return {
-            "samples_per_s": run.samples_per_s(args.skip),
-            "tokens_per_s": run.tokens_per_s(args.skip),
-            "samples": sum(line["Replay/TrainingSamplesConsumed"] for line in rounds),
-            "wins": wins,
-            "last_wins": sum(last_wins) / len(last_wins) if last_wins else 0.0,
-            "held_out": run.values("Eval/WinRate"),
-            "shares": shares,
-        }
+        return summary(args, run, **options)
+
+
+def summary(args: argparse.Namespace, run: Run, *, result: Result | None = None, **labels: Any) -> dict[str, Any]:
+    """What its rounds say. It is compared with what the reference did where a result is given."""
+    rounds, wins = run.metrics(), _wins(run)
+    shares = {tag: _mean(rounds, tag) for tag in sorted(set().union(*rounds)) if tag.startswith("Time/")}
+    last_wins = [won for _, won in wins[-max(1, len(wins) // 4) :]]
+    if result is not None and args.preset and args.preset.resolve() == PRESET:
+        add_workload(result, run, args.skip, **labels)
+    return {
+        "samples_per_s": run.samples_per_s(args.skip),
+        "tokens_per_s": run.tokens_per_s(args.skip),
+        "samples": sum(line["Replay/TrainingSamplesConsumed"] for line in rounds),
+        "wins": wins,
+        "last_wins": sum(last_wins) / len(last_wins) if last_wins else 0.0,
+        "held_out": run.values("Eval/WinRate"),
+        "shares": shares,
+    }
 
 
 def _mean(rounds: list[dict[str, Any]], tag: str) -> float:
@@ -65,10 +70,12 @@ def compare_modes(result: Result, args: argparse.Namespace) -> None:
     sides = {"asynchronous": (), "synchronous": ("--synchronous",)}
 
     def run(side: str) -> dict[str, Any]:
-        with_rates = {} if side == "synchronous" else {"result": result, "mode": side}
-        return measure(args, *sides[side], **with_rates)
+        options = {} if side == "synchronous" else {"result": result, "mode": side}
+        if args.read:
+            return summary(args, Run(Path(args.read[list(sides).index(side)]), 0.0, 0.0), **options)
+        return measure(args, *sides[side], **options)
 
-    runs = alternate({side: partial(run, side) for side in sides}, repeats=args.repeats, warmup=0)
+    runs = alternate({side: partial(run, side) for side in sides}, repeats=1 if args.read else args.repeats, warmup=0)
     for side, values in runs.items():
         result.add("trained samples", [value["samples_per_s"] for value in values], "samples/s", "higher", mode=side)
         result.add("trained tokens", [value["tokens_per_s"] for value in values], "tokens/s", "higher", mode=side)
@@ -112,6 +119,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
     parser.add_argument("--preset", type=Path, help="flags of the runs (default: the demo's, without its evaluations)")
     parser.add_argument("--flags", default="", help="more of them, in one word")
+    parser.add_argument("--read", nargs=2, metavar="DIR", help="start no runs for the two modes: read these runs' folders")
     parser.add_argument("--skip", type=int, default=1, help="rounds that do not count for the rates")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest that a run may take")
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4], help="rollout processes, for the scaling table")

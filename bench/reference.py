@@ -43,10 +43,15 @@ def main() -> None:
     parser.add_argument("--preset", type=Path, default=PRESET, help="the workload's flags")
     parser.add_argument("--flags", default="", help="more flags of the run, in one word")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest that a run may take")
+    parser.add_argument("--read", type=Path, help="start no run: read this run's folder")
     args = parse(parser)
     if args.quick:
         args.steps, args.skip = 5, 2
     result = Result("reference", args)
+    if args.read:
+        add_workload(result, Run(args.read, 0.0, 0.0), args.skip)
+        result.finish()
+        return
     flags = [*words_of(args.preset), "--max-steps", str(args.steps), *args.flags.split()]
     for repeat in range(args.repeats):
         with finished_run(flags, timeout_s=args.limit_s) as run:
