@@ -203,10 +203,14 @@ def main() -> None:
 
     with TemporaryDirectory() as temporary:
         model = model_folder(args.model, Path(temporary))
-        with generation(model, num_rollout_workers=args.workers, rollout_batch_size=args.batch_size) as run:
+        sizes = {"num_rollout_workers": args.workers, "rollout_batch_size": args.batch_size}
+        with generation(model, **sizes, grpo_group_size=8, vllm_max_num_seqs=max(128, args.workers * args.batch_size)) as run:
             os.environ.update(role_environment("inference", 0, config=run.config, plan=gpu_plan(run.config), base={}))
+            if cache := os.environ.get("VLLM_CACHE_ROOT"):
+                os.environ["VLLM_CACHE_ROOT"] = f"{cache}-alone"  # both engines start, and perhaps compile, at the same time
             alone = VllmAlone(run.config)
             try:
+                run.push()
                 run_loop(measure_requests(result, run, alone, args))
             finally:
                 alone.close()
