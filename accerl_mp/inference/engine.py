@@ -32,9 +32,10 @@ _BLOCK_SIZE = {"cpu": 32, "gpu": 64}
 """Tokens of a KV block. vLLM's CPU default of 128 would share almost nothing of a prompt of 170 tokens; its GPU default of 16 has
 four times as many blocks to hash (75 us for 1,000 tokens in blocks of 16, 27 in blocks of 64, at every request) and to keep books of."""
 
-_GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, 2048, 128), *range(2048, 4097, 256))
-"""Tokens of a step that has a CUDA graph. vLLM's own end at twice --vllm-max-num-seqs, so that a step with a new turn's prompt in it
-has none; where many episodes play, nearly every step has one: it took 38 ms instead of 4 with a model of 135M on an H200."""
+_GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, 2049, 128))
+"""Tokens of a step that has a CUDA graph. vLLM's own end at twice --vllm-max-num-seqs, so that a step with a new turn's prompt in it has
+none; where many episodes play that is nearly every step, and one took 38 ms with a model of 135M on an H200. Above 2,048 tokens
+FlashAttention's buffers for split keys, which go with them, would take gigabytes of a large model's memory."""
 
 _STOP_S = 1.0
 """Grace of vLLM's processes at the end. They have nothing to save, and left alone they take 6 s to take themselves apart."""
