@@ -137,7 +137,8 @@ async def measure_requests(result: Result, run: Any, alone: VllmAlone, args: Any
     at_a_time = run.config.run.num_rollout_workers * run.config.run.rollout_batch_size
     ours: list[dict[str, float]] = []
     rates: dict[str, list[float]] = {salt: [] for salt in SALTS}
-    run.measure(args.seconds / 2)  # warm up, and the first prompts
+    while len(run.samples) < args.episodes / 4:  # warm up, and the first prompts
+        run.measure(args.seconds / 2)
     for index in range(args.repeats + 1):
         episodes = [turns_of(sample) for sample in run.samples[-args.episodes :]]
         for salt in list(SALTS) if index % 2 else reversed(list(SALTS)):
