@@ -98,7 +98,7 @@ def measure(result: Result, args: Any, gpus: list[str], temporary: Path, stack: 
     runs = {}
     for number, plan in zip(NUM_ENGINES, plans(gpus), strict=True):
         options = settings(number, args, on_gpu=bool(gpus))
-        runs[number] = stack.enter_context(generation(model, plan=plan, is_pushed=False, **options))
+        runs[number] = stack.enter_context(generation(model, plan=plan, **options))
     for run in runs.values():  # only now: the engines have started side by side
         run.push()
         run.measure(0.0)

@@ -95,7 +95,8 @@ class Generation:
             return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     def push(self) -> None:
-        """Become trainer rank 0 and push the model's weights: rollouts begin to play."""
+        """Become trainer rank 0 and push the model's weights: rollouts begin to play. RuntimeError if a process has died before."""
+        self._await_engine()
         health = Health("trainer/0", table=HealthTable.attach(self._paths.health), board=self._board, run_dir=self._paths.run_dir)
         process = Process("trainer", 0, self._paths, self.config, health, self._board)
         device = torch.device("cuda" if self.config.run.placement != "cpu" else "cpu")
@@ -106,6 +107,13 @@ class Generation:
         self._sync.finish_push()
         self._board.set("policy_version", 0)
         self._reader = SharedRing.attach_reader(self._paths.ring(0))
+
+    def _await_engine(self) -> None:
+        """Until the engine runs, however long it takes to start; a process that dies meanwhile is named, with its last words."""
+        row = self._table.row_of("inference/0")
+        while self._table.read(row).state != "running":
+            self._check_alive()
+            time.sleep(0.1)
 
     def measure(self, seconds: float, *, settle_s: float = 1.0) -> dict[str, float]:
         """Let the rollouts play; what the processes reported meanwhile: sums of seconds by phase, requests, env steps, CPU seconds."""
@@ -185,8 +193,8 @@ class Generation:
 
 
 @contextmanager
-def generation(model: Path, *, plan: GpuPlan | None = None, is_pushed: bool = True, **settings: Any) -> Iterator[Generation]:
-    """Started and pushed to (without `is_pushed` the caller does that); ended with the block."""
+def generation(model: Path, *, plan: GpuPlan | None = None, **settings: Any) -> Iterator[Generation]:
+    """Started, to be pushed to; ended with the block."""
     folder = Path(tempfile.mkdtemp(prefix="accerl-bench-"))
     paths = RunPaths(folder / "run")
     (paths.run_dir / "logs").mkdir(parents=True)
@@ -198,8 +206,6 @@ def generation(model: Path, *, plan: GpuPlan | None = None, is_pushed: bool = Tr
     run = None
     try:
         run = Generation(config, paths, plan)
-        if is_pushed:
-            run.push()
         yield run
     finally:
         if run is not None:

@@ -137,7 +137,8 @@ async def measure_requests(result: Result, run: Any, alone: VllmAlone, args: Any
     at_a_time = run.config.run.num_rollout_workers * run.config.run.rollout_batch_size
     ours: list[dict[str, float]] = []
     rates: dict[str, list[float]] = {salt: [] for salt in SALTS}
-    run.measure(args.seconds / 2)  # warm up, and the first prompts
+    while len(run.samples) < args.episodes / 4:  # warm up, and the first prompts
+        run.measure(args.seconds / 2)
     for index in range(args.repeats + 1):
         episodes = [turns_of(sample) for sample in run.samples[-args.episodes :]]
         for salt in list(SALTS) if index % 2 else reversed(list(SALTS)):
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="demo, 4m, 25m, 0.75b, or a model folder (default demo)")
     parser.add_argument("--workers", type=int, default=2, help="rollout processes")
     parser.add_argument("--batch-size", type=int, default=8, help="episodes that a process plays at a time")
+    parser.add_argument("--step-tokens", type=int, default=2048, help="most tokens of one vLLM step, on both sides")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each stretch in which rollouts play")
     parser.add_argument("--env-steps", type=int, default=1500, help="of TextWorld alone, each repeat")
     parser.add_argument("--episodes", type=int, default=96, help="whose prompts vLLM alone is given, the latest")
@@ -203,10 +205,15 @@ def main() -> None:
 
     with TemporaryDirectory() as temporary:
         model = model_folder(args.model, Path(temporary))
-        with generation(model, num_rollout_workers=args.workers, rollout_batch_size=args.batch_size) as run:
+        sizes = {"num_rollout_workers": args.workers, "rollout_batch_size": args.batch_size, "grpo_group_size": 8}
+        sizes |= {"vllm_max_num_seqs": max(128, args.workers * args.batch_size), "vllm_max_num_batched_tokens": args.step_tokens}
+        with generation(model, **sizes) as run:
             os.environ.update(role_environment("inference", 0, config=run.config, plan=gpu_plan(run.config), base={}))
+            if cache := os.environ.get("VLLM_CACHE_ROOT"):
+                os.environ["VLLM_CACHE_ROOT"] = f"{cache}-alone"  # both engines start, and perhaps compile, at the same time
             alone = VllmAlone(run.config)
             try:
+                run.push()
                 run_loop(measure_requests(result, run, alone, args))
             finally:
                 alone.close()

@@ -109,7 +109,7 @@ class Interrupted:
 
     def __init__(self, rank: Rank, group_id: int) -> None:
         self._rank, self._group_id = rank, group_id
-        self.memory, self.ready, self.read = self, rank.reader.ready, rank.reader.read
+        self.memory, self.ready, self.read_all = self, rank.reader.ready, rank.reader.read_all
 
     @property
     def writer(self) -> np.ndarray:
