@@ -23,8 +23,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from accerl_mp.config import Config
 from accerl_mp.inference.order import OutputOrder
 from accerl_mp.inference.supported import warning_of
+from accerl_mp.model_folder import CPU_KV_CACHE_GIB
 
-_CPU_KV_CACHE_BYTES = 1 << 30
 _CPU_BLOCK_SIZE = 32
 """Tokens of a KV block: vLLM's CPU default of 128 would share almost nothing of a prompt of 170 tokens."""
 
@@ -217,7 +217,8 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if is_cpu:
-        return arguments | {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "block_size": _CPU_BLOCK_SIZE}
+        kv_cache_bytes = int((inference.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
+        return arguments | {"kv_cache_memory_bytes": kv_cache_bytes, "block_size": _CPU_BLOCK_SIZE}
     if inference.kv_cache_gib:  # vLLM then measures nothing, which a trainer on the same card would disturb
         arguments["kv_cache_memory_bytes"] = int(inference.kv_cache_gib * 2**30)
     return arguments | {"gpu_memory_utilization": inference.gpu_memory_utilization}
