@@ -1,6 +1,7 @@
 """tools.play and tools.evaluate: flags, limits, best of several replies, a person at the keyboard, tables; at the end with a real vLLM."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from scripted import build_player
 
 from accerl_mp.config import Config, ConfigError
 from accerl_mp.rollout.env import EnvPool
-from accerl_mp.tools import evaluate, game_files, human, play, playing, policies, scores, terminal
+from accerl_mp.tools import evaluate, game_files, human, local_engine, play, playing, policies, scores, terminal
 from accerl_mp.tools.engine_flags import engine_config, flag_problems, list_played_games
 from tests.sessions import processes_of, shared_memory_of, wait_until_gone
 
@@ -323,6 +324,21 @@ def test_play_with_a_real_engine(games_dir: Path, tmp_path: Path) -> None:  # no
     assert all(len(turn["token_ids"]) == len(turn["logprobs"]) > 0 for line in lines for turn in line["turns"])
     assert json.loads((tmp_path / "out/summary.json").read_text())["episodes"] == 6
     assert (tmp_path / "out/play.log").stat().st_size > 0
+
+
+def test_ctrl_c_ends_a_start_that_swallows_it() -> None:
+    """As vLLM's does: it takes a KeyboardInterrupt for nothing, and waits on."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def start() -> None:
+        with local_engine._interruptible():
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("it goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def start_play(games: Path, out: Path, until: str) -> subprocess.Popen:
