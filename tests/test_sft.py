@@ -99,5 +99,21 @@ def test_every_flag_of_the_references_local_trainer() -> None:
     defaults = sft.parse_args(["--model-path", "m"])
     assert (defaults.train_mode, defaults.max_length, defaults.batch_size, defaults.max_steps) == ("lm_head", 128, 2, 1000)
     assert (defaults.learning_rate, defaults.weight_decay, defaults.grad_accum_steps, defaults.seed) == (1e-5, 0.0, 2, 42)
-    with pytest.raises(SystemExit):
-        sft.parse_args(["--model-path", "m", "--batch-size", "0"])
+
+
+def test_all_that_cannot_be_trained_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model-path", "nowhere", "--batch-size", "0", "--learning-rate", "nan", "--min-lr-ratio", "2", "--walks", "none"]
+    words += ["--save-steps", "3", "--device", "quantum:0", "--seed", "-1"]
+    assert sft.main(words) == 2
+    shown = capsys.readouterr().err
+    for part in (
+        "--model-path nowhere",
+        "--batch-size",
+        "--learning-rate",
+        "--min-lr-ratio",
+        "--walks",
+        "--save-steps",
+        "--device",
+        "--seed",
+    ):
+        assert f"- {part}" in shown

@@ -26,8 +26,8 @@ from accerl_mp.config import Config
 from accerl_mp.inference.order import OutputOrder
 from accerl_mp.inference.replies import EngineLost, Generation
 from accerl_mp.inference.supported import warning_of
+from accerl_mp.model_folder import CPU_KV_CACHE_GIB
 
-_CPU_KV_CACHE_BYTES = 1 << 30
 _BLOCK_SIZE = {"cpu": 32, "gpu": 64}
 """Tokens of a KV block. vLLM's CPU default of 128 would share almost nothing of a prompt of 170 tokens; its GPU default of 16 has
 four times as many blocks to hash (75 us for 1,000 tokens in blocks of 16, 27 in blocks of 64, at every request) and to keep books of."""
@@ -243,7 +243,7 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
         "block_size": _BLOCK_SIZE["cpu" if is_cpu else "gpu"],
     }
     if is_cpu:
-        return arguments | {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
+        return arguments | {"kv_cache_memory_bytes": int((inference.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)}
     if inference.kv_cache_gib:  # vLLM then measures nothing, which a trainer on the same card would disturb
         arguments["kv_cache_memory_bytes"] = int(inference.kv_cache_gib * 2**30)
     if not arguments["enforce_eager"]:
