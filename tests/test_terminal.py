@@ -81,6 +81,30 @@ def test_what_libraries_print_is_in_the_log_and_its_end_is_shown_when_they_fail(
         assert "    RuntimeError: no memory" in done.stderr
 
 
+def test_what_libraries_print_stays_in_the_log_on_a_terminal_too(tmp_path: Path) -> None:
+    """While a spinner or a bar is drawn, from this process and from its children."""
+    code = f"""
+import logging, subprocess, sys, time
+from pathlib import Path
+from accerl_mp.tools.terminal import Terminal, quiet
+terminal = Terminal()
+with quiet(Path({str(tmp_path / "play.log")!r}), terminal):
+    with terminal.waiting("starting {{it}} [now]"):
+        logging.StreamHandler(sys.stdout).emit(logging.makeLogRecord({{"msg": "chatter"}}))
+        print("chatter", file=sys.stderr)
+        subprocess.run(["echo", "chatter"])
+        time.sleep(0.3)
+    with terminal.progress("playing", 1) as advance:
+        print("chatter")
+        advance()
+"""
+    shown = on_terminal(code, TERM="xterm-256color")
+    assert "starting {it} [now]" in shown
+    assert "1/1" in shown
+    assert "chatter" not in shown
+    assert (tmp_path / "play.log").read_text().count("chatter") == 4
+
+
 def test_a_table_that_is_too_wide_becomes_lines_and_loses_no_number() -> None:
     header = ["", "win rate", "normalised score"]
     code = f"""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from accerl_mp.config import ConfigError
@@ -22,6 +22,8 @@ from accerl_mp.config import ConfigError
 _PLAIN_WIDTH = 140
 _LINE_EVERY_S = 10.0
 _LAST_LINES = 15
+_LIBRARIES_AS_THEY_ARE = {"redirect_stdout": False, "redirect_stderr": False}
+"""rich would bring to the terminal what Python code of this process prints meanwhile, which `quiet` sends to the log."""
 _ERROR_LINE = re.compile(r"\b(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b: .+")
 """The last line of a traceback, behind whatever vLLM puts before it."""
 
@@ -53,7 +55,9 @@ class Terminal:
         """For work whose length is not known."""
         start = time.monotonic()
         if self.err.is_terminal:
-            with self.err.status(what):
+            columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+            with Progress(*columns, console=self.err, transient=True, **_LIBRARIES_AS_THEY_ARE) as spinner:
+                spinner.add_task(what, total=None)
                 yield
         else:
             self.say(f"{what} ...")
@@ -79,9 +83,9 @@ class Terminal:
 
     @contextlib.contextmanager
     def _bar(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        with Progress(
-            TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), console=self.err
-        ) as bar:
+        text = TextColumn("{task.description}", markup=False)
+        columns = text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        with Progress(*columns, console=self.err, **_LIBRARIES_AS_THEY_ARE) as bar:
             task = bar.add_task(what, total=total)
             yield lambda: bar.advance(task)
 
