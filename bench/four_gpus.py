@@ -200,9 +200,8 @@ def _group_line(run: RunFolder) -> str:
 def measure_trainer(bench: Bench) -> None:
     """The three start together and measure one after the other; where there are four GPUs, one rank has the last one."""
     args, rates, gpus = bench.args, {}, [] if bench.args.cpu else visible_gpus()
-    turn = bench.folder / "turn"
-    turn.touch()
-    flags = ["--model", args.model, "--settings", "base", "--warmup", "2", "--repeats", str(args.repeats), "--turn", str(turn)]
+    turn = [str(bench.folder / "turn"), "3"]
+    flags = ["--model", args.model, "--settings", "base", "--warmup", "2", "--repeats", str(args.repeats), "--turn", *turn]
     flags += ["--budgets", str(args.budget), "--packs", str(args.packs)]
     variables = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "NCCL_CUMEM_ENABLE": "0", "OMP_NUM_THREADS": "8"}
 

@@ -20,6 +20,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ COMPARED = (
 GPU_ONLY = ("eager", "cudnn", "varlen", "sdpa", "flash_attention_2")
 OPTIONAL = ("cudnn", "flash_attention_2")
 """Need a package that may not be there."""
+_ALL_WARM_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Work:
     on_gpu: bool
     ranks: int
     profile: str | None = None
-    turn: str | None = None
+    turn: list[str] | None = None
 
 
 class Rig:
@@ -285,9 +287,20 @@ def measure_budget(work: Work, budget: int, ranks: Ranks, rigs: dict[str, Rig], 
 
 @contextmanager
 def turn_of(work: Work, ranks: Ranks) -> Iterator[None]:
-    """While other scripts with the same `--turn` stand still. Collective."""
-    with open(work.turn if work.turn and ranks.rank == 0 else os.devnull) as file:
-        if work.turn and ranks.rank == 0:
+    """While other scripts with the same `--turn` stand still. Collective.
+
+    waits for      all of them to have warmed up (one that has failed: two minutes), then for the lock
+    """
+    if work.turn is None:
+        yield
+        return
+    path, count = Path(work.turn[0]), int(work.turn[1])
+    with path.open("a+") as file:
+        if ranks.rank == 0:
+            path.with_name(f"{path.name}.{os.getpid()}").touch()
+            until = time.monotonic() + _ALL_WARM_S
+            while len(list(path.parent.glob(f"{path.name}.*"))) < count and time.monotonic() < until:
+                time.sleep(0.05)
             fcntl.flock(file, fcntl.LOCK_EX)
         ranks.sums([0.0])
         yield
@@ -367,7 +380,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1] if on_gpu else [1, 2], help="trainer ranks, one run for each")
     parser.add_argument("--lengths", default="long", choices=recorded_names(), help="which recorded episodes")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each setting that do not count")
-    parser.add_argument("--turn", help="file to hold a lock on while measuring: several scripts start together and measure one by one")
+    parser.add_argument("--turn", nargs=2, metavar=("FILE", "N"), help="N scripts with the same FILE start together and measure one by one")
     parser.add_argument("--profile", help="folder for a torch profile of one step of the first setting (one rank)")
     args = parse(parser)
     if args.quick:
