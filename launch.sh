@@ -135,10 +135,24 @@ runs_version() { "$1" -c "import sys, pip; sys.exit('%d.%d' % sys.version_info[:
 quietly() {
     local log=$1
     shift
-    "$venv/bin/python" -m "$@" --disable-pip-version-check --no-input --progress-bar off >>"$log" 2>&1 && return
+    "$venv/bin/python" -m "$@" --disable-pip-version-check --no-input --progress-bar off >>"$log" 2>&1 &
+    follow $! "$log"
+    wait $! && return
     say "failed: python -m $*; the end of $log:"
     tail -n 20 "$log" >&2
     exit 1
+}
+
+# On a terminal: seconds and the log's last line, until the process has ended.
+follow() {
+    local pid=$1 log=$2 started=$SECONDS line
+    if [ ! -t 2 ] || [ "${TERM:-dumb}" = dumb ]; then return; fi
+    while kill -0 "$pid" 2>/dev/null; do
+        line=$(tail -n 1 "$log" | tr -cd '[:print:]')
+        printf '\r\033[K%4d s  %s' $((SECONDS - started)) "${line:0:$(($(tput cols 2>/dev/null || echo 80) - 10))}" >&2
+        sleep 0.5
+    done
+    printf '\r\033[K' >&2
 }
 
 # --- running ---------------------------------------------------------------------------------------------------------
@@ -194,6 +208,8 @@ leave() {
         say "ends the run ($stopped_by); once more to hurry"
         touch "$run_dir/stop"
         while alive && [ $((SECONDS - start)) -lt "$graceful_s" ]; do pause; done
+    else
+        say "stopped ($stopped_by) before a run began"
     fi
     alive && kill -TERM -- "-$child" 2>/dev/null
     start=$SECONDS
@@ -247,7 +263,7 @@ main() {
     trap 'on_stop TERM' TERM
     trap 'on_stop HUP' HUP
     # The package is found from any directory, and nothing in that directory is taken for a module.
-    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 ACCERL_LAUNCH_PID=$$
+    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 ACCERL_LAUNCH_PID=$$ ACCERL_CALLED_FROM=$PWD PYTHONUTF8=1
     if [ $# = 0 ]; then
         cd "$root" || exit 1 # the demo's paths are relative to it
         set -- @accerl_mp/presets/demo.args

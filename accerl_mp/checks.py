@@ -4,7 +4,6 @@ Takes a resolved Config. Looks at files and numbers only; what needs the model i
 """
 
 import dataclasses
-import json
 import math
 import os
 import socket
@@ -14,6 +13,7 @@ from pathlib import Path
 from accerl_mp.cli import option_of
 from accerl_mp.config import GROUPS, TEXTWORLD, Config, largest_group
 from accerl_mp.games import find_games, list_games, without_json
+from accerl_mp.model_folder import engine_problems, folder_problems, read_facts
 from accerl_mp.recovery import resume_dir_of
 
 BEST_NAME = "best"
@@ -22,13 +22,31 @@ _SLOT_BYTES = 4096 + 256
 """What a slot of a ring takes beside its samples' bytes: the last page is rarely full, and a row in three tables."""
 _RING_TABLES_BYTES = 128 << 10
 _LARGEST_PORT = 65535
+_SECONDS = ("_s", "_seconds", "_timeout")
+_LONGEST_S = 1e8
+"""Three years: threads and sockets fail at waits of some hundred."""
+_LARGEST = 1e12
+"""Of any number: far beyond it messages do not hold counts, nor float32 rewards."""
 _COLLECTIVE_TIMEOUT_S = 1800
 """Of torch's own collectives (`trainer/ranks.py`)."""
 
 
 def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None) -> list[str]:
     """Every problem of a resolved Config, in the order of its groups; empty when it can run."""
-    rules = [_bounds, _model, _games, _algorithm, _batch, _replay, _deterministic, _processes, _inference, _sync, _folders]
+    rules = [
+        _bounds,
+        _model,
+        _games,
+        _algorithm,
+        _batch,
+        _replay,
+        _deterministic,
+        _processes,
+        _inference,
+        _engine,
+        _sync,
+        _folders,
+    ]
     problems = [problem for rule in rules for problem in rule(config)]
     problems += _gpus(config, num_gpus)
     if shm_free_bytes is not None:
@@ -55,18 +73,27 @@ def warnings(config: Config, typed: Config) -> list[str]:
 
 
 def _bounds(config: Config) -> Iterator[str]:
-    for name in GROUPS:
-        group = getattr(config, name)
+    for name, group in GROUPS.items():
         for field in dataclasses.fields(group):
-            value, at_least, above = getattr(group, field.name), field.metadata["at_least"], field.metadata["above"]
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"{option_of(field.name)} must be a finite number, got {value}"
-            elif value is not None and at_least is not None and value < at_least:
-                yield f"{option_of(field.name)} must be at least {at_least}, got {value}"
-            if value is not None and above is not None and value <= above:
-                yield f"{option_of(field.name)} must be above {above}, got {value}"
-    if config.optimizer.min_lr_ratio > 1:
-        yield f"--min-lr-ratio must be between 0 and 1, got {config.optimizer.min_lr_ratio}"
+            yield from out_of_bounds(field.name, getattr(getattr(config, name), field.name), option_of(field.name))
+
+
+def out_of_bounds(field_name: str, value: float | None, option: str) -> Iterator[str]:
+    """What is wrong with a number for the flag of this field, said of `option`. Tools have some of the flags under other names."""
+    field = next(field for group in GROUPS.values() for field in dataclasses.fields(group) if field.name == field_name)
+    at_least, above, at_most = (field.metadata[name] for name in ("at_least", "above", "at_most"))
+    if at_most is None:
+        at_most = _LONGEST_S if field_name.endswith(_SECONDS) else _LARGEST
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{option} must be a finite number, got {value}"
+    elif value is not None and at_least is not None and value < at_least:
+        yield f"{option} must be at least {at_least}, got {value}"
+    elif value is not None and above is not None and value <= above:
+        yield f"{option} must be above {above}, got {value}"
+    elif isinstance(value, int | float) and value > at_most:
+        yield f"{option} must be at most {at_most:.10g}, got {value}"
+    elif isinstance(value, int | float) and value < -_LARGEST:
+        yield f"{option} must be at least {-_LARGEST:g}, got {value}"
 
 
 def _model(config: Config) -> Iterator[str]:
@@ -78,52 +105,7 @@ def _model(config: Config) -> Iterator[str]:
     if not model.model_path:
         yield "--model-path is missing: there is nothing to train"
         return
-    yield from _model_folder(Path(model.model_path))
-
-
-def _model_folder(folder: Path) -> Iterator[str]:
-    if not folder.is_dir():
-        yield f"--model-path {folder}: no such folder (models are read from disk only, never downloaded)"
-        return
-    if not (folder / "config.json").is_file():
-        yield f"--model-path {folder}: no config.json in it: not a HuggingFace model folder"
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-        yield f"--model-path {folder}: no *.safetensors (or pytorch_model*.bin) in it: there are no weights to train"
-    for file in sorted(folder.glob("*.safetensors")):
-        if problem := damage_of(file):
-            yield f"--model-path {folder}: {file.name} is damaged ({problem}): no weights could be read; copy it again"
-    if missing := _missing_shards(folder):
-        yield f"--model-path {folder}: {', '.join(missing)} of model.safetensors.index.json are missing: weights would be left out"
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")):
-        yield f"--model-path {folder}: no tokenizer in it (tokenizer.json): games could not be turned into tokens"
-
-
-def damage_of(file: Path) -> str:
-    """What is wrong with a .safetensors file, from its header and its size alone; empty: nothing."""
-    size_bytes = file.stat().st_size
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if size_bytes < 8 or length > size_bytes - 8:
-            return f"{size_bytes} bytes do not even hold its header"
-        header = opened.read(length)
-    try:
-        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return "its header is no table of tensors"
-    expected = 8 + length + end
-    return "" if size_bytes == expected else f"{size_bytes} bytes, its header speaks of {expected}"
-
-
-def _missing_shards(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return []
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return []  # Transformers says what is wrong with it
-    return [name for name in names if not (folder / name).is_file()]
+    yield from folder_problems(Path(model.model_path))
 
 
 def _games(config: Config) -> Iterator[str]:
@@ -142,7 +124,7 @@ def _games(config: Config) -> Iterator[str]:
 def _trained_and_held_out(config: Config) -> Iterator[str]:
     """A held-out folder may lie inside the training folder, whose subfolders are searched too."""
     folder, eval_folder, pattern = config.games.tw_game_dir, str(config.metrics.eval_game_dir), config.games.tw_game_pattern
-    if not (folder and Path(folder).is_dir() and Path(eval_folder).is_dir()) or Path(pattern).is_absolute():
+    if not (folder and Path(folder).is_dir() and Path(eval_folder).is_dir()) or not_a_pattern(pattern):
         return
     trained = {game.resolve() for game in find_games(folder, pattern)}
     if both := [game for game in find_games(eval_folder, pattern) if game.resolve() in trained]:
@@ -157,8 +139,8 @@ def _game_folder(option: str, folder: str, config: Config) -> Iterator[str]:
     if not Path(folder).is_dir():
         yield f"{option} {folder}: no such folder"
         return
-    if Path(pattern).is_absolute():
-        yield f"--tw-game-pattern {pattern} is an absolute path: it must be a pattern inside {option}"
+    if not_a_pattern(pattern):
+        yield f"--tw-game-pattern {pattern!r}: it must be a pattern of files inside {option}, such as *.z8"
         return
     games = find_games(folder, pattern)
     if not games:
@@ -166,6 +148,11 @@ def _game_folder(option: str, folder: str, config: Config) -> Iterator[str]:
     if config.games.env == TEXTWORLD and (lonely := without_json(games)):
         names = ", ".join(game.name for game in lonely[:3]) + (", ..." if len(lonely) > 3 else "")
         yield f"{option} {folder}: {len(lonely)} games have no .json beside them ({names}): TextWorld would give no commands, score or end"
+
+
+def not_a_pattern(pattern: str) -> bool:
+    """Python's glob raises at these."""
+    return not Path(pattern).parts or Path(pattern).is_absolute()
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -269,9 +256,7 @@ def _rendezvous(address: str | None, port: int | None) -> Iterator[str]:
 
 def _inference(config: Config) -> Iterator[str]:
     inference, games = config.inference, config.games
-    if not 0 < inference.infer_top_p <= 1:
-        yield f"--infer-top-p must be in (0, 1], got {inference.infer_top_p}"
-    elif inference.infer_top_p < 1:
+    if 0 < inference.infer_top_p < 1:
         yield f"--infer-top-p {inference.infer_top_p} is refused: tokens outside the nucleus have no logprob: ratios would be wrong"
     if inference.vllm_max_model_len < games.tw_history_token_window:
         yield (
@@ -282,10 +267,16 @@ def _inference(config: Config) -> Iterator[str]:
         yield f"--gpu-memory-utilization must be in (0, 1), got {inference.gpu_memory_utilization}"
     if inference.enable_expert_parallel and inference.infer_tp_size == 1:
         yield "--enable-expert-parallel spreads experts over --infer-tp-size GPUs, which is 1: leave it out"
-    settings = Path(config.model.model_path) / "config.json"
-    # num_experts, num_local_experts, n_routed_experts: each family calls them otherwise.
-    if inference.enable_expert_parallel and settings.is_file() and 'experts"' not in settings.read_text(errors="replace"):
-        yield f"--enable-expert-parallel: the model in {config.model.model_path} has no experts: leave it out"
+
+
+def _engine(config: Config) -> Iterator[str]:
+    try:
+        facts = read_facts(Path(config.model.model_path))
+    except ValueError:
+        return  # no such folder, or Transformers says what is wrong with it
+    window, length = config.games.tw_history_token_window, config.inference.vllm_max_model_len
+    context = f"--tw-history-token-window {window} (and a token)" if length == window + 1 else f"--vllm-max-model-len {length}"
+    yield from engine_problems(config, facts, tensor_parallel="--infer-tp-size", context=context)
 
 
 def _sync(config: Config) -> Iterator[str]:
@@ -313,16 +304,18 @@ def _folders(config: Config) -> Iterator[str]:
             f"--log-dir {run_folder} already holds a run: its files would be mixed with the new one's; "
             "name another folder, or go on with it: --resume auto"
         )
-    yield from _cannot_be_made("--log-dir", run_folder)
+    yield from cannot_be_made("--log-dir", run_folder)
     if config.metrics.save_checkpoint:
-        yield from _cannot_be_made("--checkpoint-dir", Path(config.metrics.checkpoint_dir))
+        yield from cannot_be_made("--checkpoint-dir", Path(config.metrics.checkpoint_dir))
     if config.metrics.save_checkpoint and config.metrics.checkpoint_name == BEST_NAME:
         yield f"--checkpoint-name {BEST_NAME} is the folder of the best export: the newest would take its place; use another name"
+    if config.metrics.save_checkpoint and len(Path(config.metrics.checkpoint_name).parts) > 1:
+        yield f"--checkpoint-name {config.metrics.checkpoint_name}: it must be one folder's name; --checkpoint-dir says where"
     if config.metrics.checkpoint_every_sync_rounds and not config.metrics.save_checkpoint:
         yield f"--checkpoint-every-sync-rounds {config.metrics.checkpoint_every_sync_rounds} needs --save-checkpoint"
 
 
-def _cannot_be_made(option: str, folder: Path) -> Iterator[str]:
+def cannot_be_made(option: str, folder: Path) -> Iterator[str]:
     """What keeps a folder from being made: the first of its parents that exists is a file, or may not be written."""
     parent = next(path for path in [folder, *folder.resolve().parents] if path.exists())
     if not parent.is_dir():

@@ -27,9 +27,9 @@ class ConfigError(ValueError):
         return "\n".join(f"- {problem}" for problem in self.problems)
 
 
-def flag(default: Any, help: str, *, at_least: float | None = None, above: float | None = None) -> Any:
+def flag(default: Any, help: str, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
     """A field that is a command-line flag, with its bounds (`None` passes: it stands for a default that follows from other flags)."""
-    return field(default=default, metadata={"help": help, "at_least": at_least, "above": above})
+    return field(default=default, metadata={"help": help, "at_least": at_least, "above": above, "at_most": at_most})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class ModelConfig:
     )
     trust_remote_code: bool = flag(False, "let Transformers and vLLM run code that the model folder carries")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass: less memory, more time")
-    attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa"] = flag(
-        "auto", "trainer attention; auto: torch varlen on GPU, SDPA per segment on CPU"
+    attn_implementation: Literal["auto", "cudnn", "varlen", "flash_attention_2", "sdpa"] = flag(
+        "auto", "trainer attention; auto: the first of cudnn (Hopper and up, nvidia-cudnn-frontend), torch varlen (GPU), SDPA per segment"
     )
     compile: Literal["auto", "on", "off"] = flag("auto", "compile each decoder layer; auto: on GPU, unless attention is sdpa")
     chat_template: str | None = flag(None, "Jinja file that replaces the model's own chat template")
@@ -62,7 +62,7 @@ class GameConfig:
     tw_game_limit: int | None = flag(None, "keep the first K games after a shuffle by --seed", at_least=1)
     tw_max_episode_steps: int = flag(20, "turns (model replies, valid or not) until an episode is cut", at_least=1)
     tw_history_token_window: int = flag(2048, "tokens of the transcript until an episode is cut", at_least=1)
-    tw_gamma: float = flag(1.0, "discount of Monte-Carlo returns (ppo)", at_least=0)
+    tw_gamma: float = flag(1.0, "discount of Monte-Carlo returns (ppo)", at_least=0, at_most=1)
     tw_step_penalty: float = flag(0.0, "subtracted on each valid env step")
     tw_win_bonus: float = flag(1.0, "added on the winning step")
     tw_lost_penalty: float = flag(0.0, "subtracted on the losing step", at_least=0)
@@ -137,7 +137,7 @@ class OptimizerConfig:
     max_steps: int = flag(5000, "optimizer steps, and the horizon of the learning rate", at_least=1)
     learning_rate: float = flag(1e-6, "peak learning rate", at_least=0)
     lr_warmup_steps: int = flag(500, "linear warm-up; the first step uses peak / warm-up, not 0", at_least=0)
-    min_lr_ratio: float = flag(0.0, "the cosine ends at this share of the peak", at_least=0)
+    min_lr_ratio: float = flag(0.0, "the cosine ends at this share of the peak", at_least=0, at_most=1)
     weight_decay: float = flag(0.0, "AdamW weight decay, on matrices only (not on norms and biases)", at_least=0)
     max_grad_norm: float = flag(1.0, "gradient norm is clipped to this; 0: no clipping, the norm is still logged", at_least=0)
     max_bad_steps: int = flag(10, "steps in a row with a non-finite loss or gradient (each is skipped) until the run stops", at_least=1)
@@ -176,7 +176,8 @@ class RunConfig:
     num_rollout_workers: int | None = flag(None, "rollout processes (default: --fsdp-world-size)", at_least=1)
     rollout_batch_size: int = flag(8, "episodes that a rollout process plays at a time", at_least=1)
     rollout_stop_timeout: float = flag(10.0, "seconds to wait for a rollout process to stop before it is ended", above=0)
-    seed: int = flag(42, "seed of model, games, episodes, vLLM and replay")
+    # numpy, which vLLM seeds, takes 32 bits and no sign; engines count on from it.
+    seed: int = flag(42, "seed of model, games, episodes, vLLM and replay", at_least=0, at_most=2**31 - 1)
     deterministic: bool = flag(False, "the trainer computes the same bits from the same samples (slower on GPU, where it takes sdpa)")
     record_samples: bool = flag(False, "keep every trained sample in <log-dir>/samples (4 bytes x 8 a token)")
     replay_samples: str = flag(
@@ -193,8 +194,9 @@ class InferenceConfig:
     infer_size: int | None = flag(None, "inference processes, each a whole vLLM engine (default 1)", at_least=1)
     infer_tp_size: int = flag(1, "GPUs of one engine (tensor parallel)", at_least=1)
     infer_max_tokens: int = flag(16, "most tokens of a reply", at_least=1)
-    infer_temperature: float = flag(1.0, "sampling temperature of training episodes", above=0)
-    infer_top_p: float = flag(1.0, "nucleus sampling; only 1.0 trains exactly, anything less is refused")
+    # vLLM refuses more, and samples at 0.01 instead of less: the trainer would divide by another.
+    infer_temperature: float = flag(1.0, "sampling temperature of training episodes", at_least=0.01, at_most=2)
+    infer_top_p: float = flag(1.0, "nucleus sampling; only 1.0 trains exactly, anything less is refused", above=0, at_most=1)
     infer_stop: str = flag("\\n", "text that ends a reply, beside the end-of-turn token (\\n: a newline; empty: none)")
     vllm_max_num_seqs: int = flag(128, "requests that vLLM runs at a time", at_least=1)
     vllm_max_num_batched_tokens: int = flag(8192, "tokens of one vLLM step", at_least=1)
@@ -202,7 +204,7 @@ class InferenceConfig:
     disable_vllm_prefix_caching: bool = flag(False, "recompute the whole prompt at every turn")
     gpu_memory_utilization: float | None = flag(None, "share of a GPU's memory for vLLM (default: 0.85 dedicated, 0.35 colocated)")
     kv_cache_gib: float | None = flag(
-        None, "GiB of vLLM's KV cache on each of its GPUs (default: its share less weights, staging and working memory)", above=0
+        None, "GiB of vLLM's KV cache on each GPU (default: its share less weights, staging and working memory; on a CPU 1)", above=0
     )
     enforce_eager: bool = flag(False, "no CUDA graphs in vLLM")
     enable_expert_parallel: bool = flag(False, "spread a MoE model's experts over --infer-tp-size GPUs")
@@ -228,7 +230,7 @@ class SyncConfig:
     sync_pause: Literal["auto", "on", "off"] = flag(
         "auto", "pause vLLM for the swap; auto: only where the cache is cleared, requests are drained or staging is off"
     )
-    sync_bucket_mb: int = flag(256, "MiB of one message of a push", at_least=1)
+    sync_bucket_mb: int = flag(256, "MiB of one message of a push", at_least=1, at_most=8192)
     sync_timeout_s: float = flag(300.0, "a push may take this long", above=0)
     verify_sync: int = flag(50, "check the first push and then every N-th (checksums and a logprob probe); 0: never", at_least=0)
 
@@ -249,7 +251,7 @@ class MetricsConfig:
     eval_game_dir: str | None = flag(None, "folder of held-out games, played before, during and after training")
     eval_every_rounds: int = flag(0, "rounds between two evaluations; 0: only before the first step and at the end", at_least=0)
     eval_episodes_per_game: int = flag(1, "episodes of each held-out game in an evaluation", at_least=1)
-    eval_temperature: float = flag(1.0, "sampling temperature of evaluation", at_least=0)
+    eval_temperature: float = flag(1.0, "sampling temperature of evaluation", at_least=0, at_most=2)
     transcripts_every: int = flag(50, "every N-th episode is written to episodes/; 0: none", at_least=0)
     max_restarts: int = flag(3, "restarts of each role's processes until the run stops", at_least=0)
     hang_timeout_s: float = flag(
@@ -334,9 +336,9 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
     world_size = _default(run.fsdp_world_size, _default_world_size(placement, num_gpus, config.inference.infer_tp_size * infer_size))
     run_folder = config.metrics.log_dir or log_dir
     dtype = _resolve_auto(config.model.dtype, "float32" if placement == "cpu" else "bfloat16")
-    attention = _resolve_auto(
-        config.model.attn_implementation, "varlen" if placement != "cpu" and dtype == "bfloat16" and not run.deterministic else "sdpa"
-    )
+    # Which of a GPU's kernels `auto` takes follows from the card and the model: the trainer says it when it has loaded them.
+    has_kernels = placement != "cpu" and dtype == "bfloat16" and not run.deterministic
+    attention = _resolve_auto(config.model.attn_implementation, "auto" if has_kernels else "sdpa")
     group_size = _default(config.algorithm.grpo_group_size, run.rollout_batch_size)
     step_samples = batch.batch_size * batch.grad_accum_steps
     # Room for a step's samples beside a group that is on its way, whatever the group size.

@@ -15,6 +15,7 @@ damaged later, so its files are compared with its state.json before anything sta
 
 import hashlib
 import json
+import logging
 import os
 import re
 import zlib
@@ -29,6 +30,9 @@ FORMAT = 1
 STATE_FILE, CURRENT, ANNOUNCED, START = "state.json", "current", "announced", "start.json"
 _NAME = re.compile(r"step-(\d+)-version-(\d+)")
 _CHUNK_BYTES = 4 << 20
+_ANNOUNCED_BYTES = 20
+
+_log = logging.getLogger(__name__)
 
 
 class StateError(RuntimeError):
@@ -159,9 +163,22 @@ def announced_in(resume_dir: Path) -> int:
 
 
 def announce(resume_dir: Path, version: int) -> None:
-    """Before a push of that version begins."""
-    resume_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(resume_dir / ANNOUNCED, f"{version}\n")
+    """Before a push of that version begins.
+
+    Always as many bytes, so that it is written over what is there: a full disk has room for that. One that refuses all the same
+    costs the note, not the run.
+    """
+    path, text = resume_dir / ANNOUNCED, f"{version:{_ANNOUNCED_BYTES - 1}}\n".encode()
+    try:
+        if path.is_file() and path.stat().st_size == _ANNOUNCED_BYTES:
+            with path.open("r+b", buffering=0) as file:
+                file.write(text)
+                os.fsync(file.fileno())
+        else:
+            resume_dir.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, text.decode())
+    except OSError as error:
+        _log.warning("cannot note version %d: %s; a later start could use its number again", version, error)
 
 
 def identity(config: Config) -> dict[str, str]:

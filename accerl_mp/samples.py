@@ -6,6 +6,7 @@ Imports NumPy only: rollout, ingest and trainer all build or read it.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -27,9 +28,8 @@ _TRAINED_FIELDS = {"response_ids": np.int32, "output_versions": np.int32}
 ARRAY_FIELDS: dict[str, Any] = _TOKEN_FIELDS | _TRAINED_FIELDS
 """Every array field and its dtype, in the order in which the codec writes them."""
 _LAYOUT = tuple((name, np.dtype(dtype), name in _TOKEN_FIELDS) for name, dtype in ARRAY_FIELDS.items())
-_FLOATS = ("old_logprobs", "token_rewards", "token_advantages")
-_JOINED_TOKENS = 16384
-"""More than these are not copied together to be checked: the copy would cost more than it saves."""
+FLOAT_FIELDS = ("old_logprobs", "token_rewards", "token_advantages")
+"""One behind the other in ARRAY_FIELDS, too."""
 _count = np.count_nonzero
 _get_arrays = attrgetter(*ARRAY_FIELDS)
 
@@ -150,7 +150,7 @@ class RLSample:
 
     def _raise_for_floats(self, is_finite: np.ndarray, is_set: np.ndarray, trained: np.ndarray) -> None:
         is_set[:, trained] = False
-        for name, finite, other in zip(_FLOATS, is_finite, is_set, strict=True):
+        for name, finite, other in zip(FLOAT_FIELDS, is_finite, is_set, strict=True):
             _expect(name, "finite where trained", getattr(self, name)[trained], bool(finite.all()))
             _expect(name, "0 where untrained", "other values", not other.any())
 
@@ -160,38 +160,30 @@ class RLSample:
             _expect(name, "a finite number", value, math.isfinite(value))
 
 
-def validate_all(samples: Sequence[RLSample]) -> None:
-    """`validate()` of each, for samples whose arrays have the right types and lengths already. Short ones are joined and checked at
-    once, at a third of the cost; which one is wrong, and how, is then found out one by one.
+def joined_hold(arrays: Sequence[np.ndarray], floats: np.ndarray, lengths: Sequence[int], num_trained: Sequence[int]) -> bool:
+    """Whether every sample of a group keeps what `validate` checks of arrays, looked at in the joined arrays, at a fraction of the cost.
+
+    `arrays`: for each of ARRAY_FIELDS that of all samples, one after the other, of the right type and `sum(lengths)` or
+    `sum(num_trained)` long; `floats`: [3, sum(lengths)] those of FLOAT_FIELDS. At least one sample. Which one is wrong, and how,
+    `validate` says.
     """
-    is_short = sum(map(len, samples)) <= _JOINED_TOKENS
-    if not (is_short and samples and _all_hold(samples)):
-        for sample in samples:
-            sample.validate()
-
-
-def _all_hold(samples: Sequence[RLSample]) -> bool:
-    """Whether every sample keeps the contract."""
-    arrays = zip(*map(_get_arrays, samples), strict=True)
-    ids, mask, labels, logprobs, rewards, advantages, turns, response_ids, versions = map(np.concatenate, arrays)
-    starts = np.cumsum([0, *map(len, samples)])
+    ids, mask, labels, _, _, _, turns, response_ids, versions = arrays
+    starts = np.array([0, *accumulate(lengths)])
     is_trained = labels != UNTRAINED
     trained = is_trained.nonzero()[0]
-    num_trained = len(trained)
-    counts = np.diff(np.searchsorted(trained, starts)).tolist()
-    floats = np.concatenate((logprobs, rewards, advantages)).reshape(3, -1)
-    of_trained = floats[:, trained]
-    return (
-        counts == [sample.num_trained for sample in samples]
-        and min(counts) > 0
+    total = len(trained)
+    before = trained.searchsorted(starts).tolist()
+    of_trained = floats.take(trained, axis=1)
+    return bool(
+        [end - start for start, end in pairwise(before)] == num_trained
+        and min(num_trained) > 0
         and not is_trained[starts[:-1]].any()
         and _count(mask == 1) == len(ids)
-        and labels[trained].tobytes() == ids[trained].tobytes() == response_ids.tobytes()
-        and _count(turns[trained] >= 0) == num_trained == _count(turns != -1) == _count(versions >= 0)
+        and labels.take(trained).tobytes() == ids.take(trained).tobytes() == response_ids.tobytes()
+        and _count(turns.take(trained) >= 0) == total == _count(turns != -1) == _count(versions >= 0)
         and _count(np.isfinite(of_trained)) == of_trained.size
         and _count(floats != 0) == _count(of_trained != 0)
-        and _count(of_trained[0] <= 1e-4) == num_trained
-        and all(math.isfinite(s.advantage) and math.isfinite(s.reward) and math.isfinite(s.episode_return) for s in samples)
+        and _count(of_trained[0] <= 1e-4) == total
     )
 
 

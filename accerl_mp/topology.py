@@ -71,6 +71,10 @@ class RunPaths:
     def ring(self, rank: int) -> Path:
         return self._shared(f"ring-{rank}")
 
+    def outbox(self, name: str) -> Path:
+        """Of a rollout process; `name`: its number and when it began."""
+        return self._shared(f"outbox-{name}")
+
     def _shared(self, name: str) -> Path:
         return Path("/dev/shm") / f"accerl-{self.run_id}-{name}"
 
@@ -88,14 +92,28 @@ def visible_gpus() -> list[str]:
 
 def gpu_memory_bytes(gpus: list[str]) -> int | None:
     """Memory of the smallest of these CUDA_VISIBLE_DEVICES entries; None where nvidia-smi does not know them all."""
+    sizes = _of_each(gpus, "memory.total")
+    return min(int(size) for size in sizes) << 20 if sizes and all(size.isdigit() for size in sizes) else None
+
+
+def gpu_capability(gpus: list[str]) -> tuple[int, int] | None:
+    """Compute capability of the oldest of these CUDA_VISIBLE_DEVICES entries; None where nvidia-smi does not know them all."""
+    found = _of_each(gpus, "compute_cap")
+    if not found or not all(text.replace(".", "", 1).isdigit() for text in found):
+        return None
+    major, _, minor = min(found, key=lambda text: [int(part) for part in text.split(".")]).partition(".")
+    return int(major), int(minor or 0)
+
+
+def _of_each(gpus: list[str], field: str) -> list[str] | None:
+    """What nvidia-smi says of these CUDA_VISIBLE_DEVICES entries; None where it does not know them all."""
     if not gpus or shutil.which("nvidia-smi") is None:
         return None
-    command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--query-gpu=index,uuid,{field}", "--format=csv,noheader,nounits"]
     listing = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
-    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
-    cards = [(index, uuid, int(size)) for index, uuid, size in (row for row in rows if len(row) == 3) if size.isdigit()]
-    sizes = [next((size for index, uuid, size in cards if gpu == index or uuid.startswith(gpu)), None) for gpu in gpus]
-    return None if None in sizes else min(size for size in sizes if size is not None) << 20
+    rows = [row for row in ([cell.strip() for cell in line.split(",")] for line in listing.splitlines()) if len(row) == 3]
+    found = [next((value for index, uuid, value in rows if gpu == index or uuid.startswith(gpu)), None) for gpu in gpus]
+    return None if None in found else [value for value in found if value is not None]
 
 
 @dataclass(frozen=True)

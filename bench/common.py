@@ -44,6 +44,11 @@ Better = Literal["higher", "lower", ""]
 T = TypeVar("T")
 
 
+def python_path() -> str:
+    """PYTHONPATH of processes that a script starts: this repository, then what the user has set."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 class ResultError(ValueError):
     """A file or a line that is no result of these scripts. Says what is missing."""
 

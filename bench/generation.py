@@ -15,15 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from accerl_mp.config import Config, resolve
 from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import build_roles
+from accerl_mp.launcher.sweep import sweep
 from accerl_mp.launcher.tokenizer import export_tokenizer
 from accerl_mp.models.build import compute_dtype, load_model
 from accerl_mp.samples import RLSample
-from accerl_mp.topology import RunPaths
+from accerl_mp.topology import GpuPlan, RunPaths
 from accerl_mp.transport import sockets
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MetricsReceiver
@@ -31,11 +33,13 @@ from accerl_mp.transport.health import PARENT_PID, Health, HealthTable
 from accerl_mp.transport.process import Process
 from accerl_mp.transport.ring import SharedRing
 from accerl_mp.weight_sync.sender import WeightSync
-from bench.common import ROOT
+from bench.common import ROOT, python_path
 
 GAMES = ROOT / "runs" / "demo_games"
 _STARTED = ("ingest", "inference", "rollout")
-_TIMEOUT_S = 300.0
+_GPU_KV_CACHE_GIB = 16.0
+_PARTS = {"rollout": "rollouts", "inference": "inference, front", "ingest": "ingest"}
+"""Role: its part in the seconds of CPU time."""
 
 
 def make_games() -> Path:
@@ -48,9 +52,10 @@ def make_games() -> Path:
 
 def generation_config(model: Path, folder: Path, **settings: Any) -> Config:
     """The demo's games and lengths; every group is kept, nothing is too old, and games are played for ever."""
+    num_gpus = torch.cuda.device_count()
     values = {
         "model_path": str(model),
-        "tw_game_dir": str(make_games()),
+        "tw_game_dir": settings.get("tw_game_dir") or str(make_games()),
         "tw_max_episode_steps": 6,
         "tw_history_token_window": 1536,
         "max_length": 1536,
@@ -61,16 +66,19 @@ def generation_config(model: Path, folder: Path, **settings: Any) -> Config:
         "verify_sync": 0,
         "env_step_timeout_s": 3600.0,  # rollouts are stopped while the other side is measured
         "request_timeout_s": 3600.0,
+        # On a GPU that others use as well (this process, a second engine) vLLM must not measure what is free.
+        "kv_cache_gib": _GPU_KV_CACHE_GIB if num_gpus else None,
     }
-    return resolve(Config.from_flat(values | settings), num_gpus=torch.cuda.device_count(), log_dir=str(folder))
+    return resolve(Config.from_flat(values | settings), num_gpus=num_gpus, log_dir=str(folder))
 
 
 class Generation:
     """Its processes. Rollouts play from the push on, and are stopped (SIGSTOP) when `measure` ends, until the next one."""
 
-    def __init__(self, config: Config, paths: RunPaths) -> None:
+    def __init__(self, config: Config, paths: RunPaths, plan: GpuPlan | None = None) -> None:
+        """`plan`: which engine gets which GPUs, where that is not what a run does."""
         self.config, self._paths = config, paths
-        self._roles = {role.name: role for role in build_roles(config, paths, gpu_plan(config)) if role.name in _STARTED}
+        self._roles = {role.name: role for role in build_roles(config, paths, plan or gpu_plan(config)) if role.name in _STARTED}
         names = ["trainer/0", "stats/0", *(name for role in self._roles.values() for name in role.names)]
         self._board = Board.create(paths.board)
         self._table = HealthTable.create(paths.health, names)
@@ -82,12 +90,13 @@ class Generation:
 
     def _start(self, role: str, index: int) -> subprocess.Popen[bytes]:
         command = [*self._roles[role].command, "--run-dir", str(self._paths.run_dir), "--index", str(index)]
-        environment = self._roles[role].environment(index) | {PARENT_PID: str(os.getpid()), "PYTHONPATH": str(ROOT)}
+        environment = self._roles[role].environment(index) | {PARENT_PID: str(os.getpid()), "PYTHONPATH": python_path()}
         with self._paths.log(role, index).open("a") as log:
             return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     def push(self) -> None:
-        """Become trainer rank 0 and push the model's weights: rollouts begin to play."""
+        """Become trainer rank 0 and push the model's weights: rollouts begin to play. RuntimeError if a process has died before."""
+        self._await_engine()
         health = Health("trainer/0", table=HealthTable.attach(self._paths.health), board=self._board, run_dir=self._paths.run_dir)
         process = Process("trainer", 0, self._paths, self.config, health, self._board)
         device = torch.device("cuda" if self.config.run.placement != "cpu" else "cpu")
@@ -99,15 +108,33 @@ class Generation:
         self._board.set("policy_version", 0)
         self._reader = SharedRing.attach_reader(self._paths.ring(0))
 
+    def _await_engine(self) -> None:
+        """Until the engine runs, however long it takes to start; a process that dies meanwhile is named, with its last words."""
+        row = self._table.row_of("inference/0")
+        while self._table.read(row).state != "running":
+            self._check_alive()
+            time.sleep(0.1)
+
     def measure(self, seconds: float, *, settle_s: float = 1.0) -> dict[str, float]:
-        """Let the rollouts play; what the processes reported meanwhile: sums of seconds by phase, requests, env steps."""
+        """Let the rollouts play; what the processes reported meanwhile: sums of seconds by phase, requests, env steps, CPU seconds."""
         self._signal(signal.SIGCONT)
         self._collect(settle_s)
-        started = time.monotonic()
+        started, cpu = time.monotonic(), self._cpu_seconds()
         totals = self._collect(seconds)
         totals["seconds"] = time.monotonic() - started
+        totals |= {f"CPU {part}": after - cpu[part] for part, after in self._cpu_seconds().items()}
         self._signal(signal.SIGSTOP)
         return totals
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        """So far, by part; vLLM's own processes are children of the inference process."""
+        parts = dict.fromkeys([*_PARTS.values(), "inference, vLLM's processes"], 0.0)
+        for name, started in self._processes.items():
+            process = psutil.Process(started.pid)
+            parts[_PARTS[name.partition("/")[0]]] += sum(process.cpu_times()[:2])
+            for child in process.children(recursive=True):
+                parts["inference, vLLM's processes"] += sum(child.cpu_times()[:2])
+        return parts
 
     def _collect(self, seconds: float) -> dict[str, float]:
         totals: dict[str, float] = {}
@@ -129,11 +156,10 @@ class Generation:
 
     def _drain(self) -> None:
         """Read and release: rollouts never wait for room."""
-        for record in self._reader.ready():
-            sample = self._reader.read(record)
+        records = self._reader.ready()
+        self.samples = [*self.samples, *(sample for sample in self._reader.read_all(records) if sample is not None)][-512:]
+        for record in records:
             self._reader.release(record, "trained")
-            if sample is not None:
-                self.samples = [*self.samples[-511:], sample]
 
     def _signal(self, number: signal.Signals) -> None:
         for name, process in self._processes.items():
@@ -167,8 +193,8 @@ class Generation:
 
 
 @contextmanager
-def generation(model: Path, **settings: Any) -> Iterator[Generation]:
-    """Started and pushed to; ended with the block."""
+def generation(model: Path, *, plan: GpuPlan | None = None, **settings: Any) -> Iterator[Generation]:
+    """Started, to be pushed to; ended with the block."""
     folder = Path(tempfile.mkdtemp(prefix="accerl-bench-"))
     paths = RunPaths(folder / "run")
     (paths.run_dir / "logs").mkdir(parents=True)
@@ -179,12 +205,10 @@ def generation(model: Path, **settings: Any) -> Iterator[Generation]:
         raise RuntimeError("\n".join(problems))
     run = None
     try:
-        run = Generation(config, paths)
-        run.push()
+        run = Generation(config, paths, plan)
         yield run
     finally:
         if run is not None:
             run.close()
-        paths.ring(0).unlink(missing_ok=True)
-        shutil.rmtree(paths.sockets, ignore_errors=True)
+        sweep(paths)
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Plots of results, one PNG a file: `python bench/plots.py RESULT.json ... [--out FOLDER]`.
+"""Plots of results, one PNG a file: `python bench/plots.py RESULT.json ... [--curves] [--out FOLDER]`.
 
 Every measure of a result becomes a panel of bars, one a setting, with the spread of its samples as a line; every series a panel of curves.
 The last line is a JSON object that names the files. Nothing is measured here, so nothing is limited.
@@ -63,8 +63,9 @@ def draw_curves(axes: Axes, title: str, curves: list[dict[str, Any]]) -> None:
     axes.set_title(title, fontsize=9, loc="left")
 
 
-def plot(result: dict[str, Any], file: Path) -> None:
+def plot(result: dict[str, Any], file: Path, *, curves_alone: bool = False) -> None:
     measures, series = panels_of(result)
+    measures = {} if curves_alone and series else measures
     heights = [0.7 + BAR * len(bars) for bars in measures.values()] + [3.0] * len(series)
     figure, grid = plt.subplots(len(heights), 1, figsize=(WIDTH, sum(heights)), height_ratios=heights, squeeze=False, layout="constrained")
     drawn = [(draw_bars, *panel) for panel in measures.items()] + [(draw_curves, *panel) for panel in series.items()]
@@ -80,6 +81,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json", help="files that --out wrote, or captured output")
     parser.add_argument("--out", type=Path, help="folder of the PNG files (default: beside each result)")
+    parser.add_argument("--curves", action="store_true", help="leave the bars out where a result has curves")
     args = parser.parse_args()
     files = []
     for path in args.results:
@@ -90,7 +92,7 @@ def main() -> int:
             return 2
         files.append((args.out or path.parent) / f"{path.stem}.png")
         files[-1].parent.mkdir(parents=True, exist_ok=True)
-        plot(result, files[-1])
+        plot(result, files[-1], curves_alone=args.curves)
         print(files[-1])
     print(json.dumps({"bench": "plots", "files": [str(file) for file in files]}))
     return 0

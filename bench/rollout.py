@@ -3,7 +3,8 @@ the prefix cache and its salt give.
 
 What is limited here: vLLM, and the games' interpreter. Both limits are measured in the same run: vLLM alone is an AsyncLLM of this
 process with the same settings and weights, which is given the prompts that the rollouts have sent (each episode's turns one after the
-other, as many episodes at a time, replies of the same length); TextWorld alone is its own env without ours around it.
+other, as many episodes at a time, replies of the same length, in the same kind of event loop); TextWorld alone is its own env without
+ours around it.
 
 Rollout, ingest and inference are the real processes, started without a trainer (bench/generation.py); what they make is read from the
 ring and forgotten. The two sides alternate: rollouts are stopped while vLLM alone runs.
@@ -64,6 +65,8 @@ class VllmAlone:
         del arguments["worker_extension_cls"]
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self._numbers = itertools.count()
+        self.cpu_s_a_request: list[float] = []
+        """Of this process, for each replay: vLLM's own front."""
 
     async def replay(self, episodes: list[list[Turn]], *, at_a_time: int, salt: str) -> float:
         """Requests a second."""
@@ -74,9 +77,10 @@ class VllmAlone:
                 for number, turn in enumerate(turns):
                     await self._ask(turn, f"{run} {SALTS[salt](index, (index, number))}")
 
-        started = time.monotonic()
+        started, cpu, num_requests = time.monotonic(), time.process_time(), sum(map(len, episodes))
         await asyncio.gather(*(play(index, turns) for index, turns in enumerate(episodes)))
-        return sum(map(len, episodes)) / (time.monotonic() - started)
+        self.cpu_s_a_request.append((time.process_time() - cpu) / num_requests)
+        return num_requests / (time.monotonic() - started)
 
     async def _ask(self, turn: Turn, salt: str) -> None:
         from vllm.inputs.engine import tokens_input
@@ -84,7 +88,7 @@ class VllmAlone:
 
         params = SamplingParams(
             max_tokens=turn.num_reply, min_tokens=turn.num_reply, ignore_eos=True, logprobs=0, flat_logprobs=True, detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         collector = await self._llm.add_request(str(next(self._numbers)), tokens_input(turn.prompt, cache_salt=salt), params)
         await collector.get()
@@ -133,7 +137,8 @@ async def measure_requests(result: Result, run: Any, alone: VllmAlone, args: Any
     at_a_time = run.config.run.num_rollout_workers * run.config.run.rollout_batch_size
     ours: list[dict[str, float]] = []
     rates: dict[str, list[float]] = {salt: [] for salt in SALTS}
-    run.measure(args.seconds / 2)  # warm up, and the first prompts
+    while len(run.samples) < args.episodes / 4:  # warm up, and the first prompts
+        run.measure(args.seconds / 2)
     for index in range(args.repeats + 1):
         episodes = [turns_of(sample) for sample in run.samples[-args.episodes :]]
         for salt in list(SALTS) if index % 2 else reversed(list(SALTS)):
@@ -143,11 +148,12 @@ async def measure_requests(result: Result, run: Any, alone: VllmAlone, args: Any
         if index:
             ours.append(await asyncio.to_thread(run.measure, args.seconds))
     report_requests(result, run, ours, rates)
+    report_cpu(result, ours, alone)
 
 
 def report_requests(result: Result, run: Any, ours: list[dict[str, float]], rates: dict[str, list[float]]) -> None:
     labels = {"workers": run.config.run.num_rollout_workers, "episodes_at_a_time": run.config.run.rollout_batch_size}
-    requests = [one["Infer/RequestsPerSec"] / one["Infer/RequestsPerSec count"] for one in ours]
+    requests = [_rate(one) for one in ours]
     result.add("requests, rollouts playing", requests, "requests/s", "higher", **labels)
     for salt, values in rates.items():
         result.add("limit: requests, vLLM alone", values, "requests/s", "higher", salt=salt, **labels)
@@ -164,30 +170,51 @@ def report_requests(result: Result, run: Any, ours: list[dict[str, float]], rate
         result.add(f"share of a rollout's time: {tag.rpartition('/')[2]}", shares, "%", **labels)
 
 
+def report_cpu(result: Result, ours: list[dict[str, float]], alone: VllmAlone) -> None:
+    """What a request costs each process: a front, ours or vLLM's own, is one process and one thread."""
+    for name in sorted(name for name in ours[0] if name.startswith("CPU ")):
+        costs = [1e6 * one[name] / (one["seconds"] * _rate(one)) for one in ours]
+        result.add(f"CPU time a request: {name.removeprefix('CPU ')}", costs, "us", "lower")
+    result.add("limit: CPU time a request: front, vLLM alone", [1e6 * cost for cost in alone.cpu_s_a_request[len(SALTS) :]], "us", "lower")
+
+
+def _rate(one: dict[str, float]) -> float:
+    """Requests a second of one stretch."""
+    return one["Infer/RequestsPerSec"] / one["Infer/RequestsPerSec count"]
+
+
 def main() -> None:
     parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--model", default="demo", help="demo, 4m, 25m, 0.75b, or a model folder (default demo)")
     parser.add_argument("--workers", type=int, default=2, help="rollout processes")
     parser.add_argument("--batch-size", type=int, default=8, help="episodes that a process plays at a time")
+    parser.add_argument("--step-tokens", type=int, default=2048, help="most tokens of one vLLM step, on both sides")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each stretch in which rollouts play")
+    parser.add_argument("--env-steps", type=int, default=1500, help="of TextWorld alone, each repeat")
     parser.add_argument("--episodes", type=int, default=96, help="whose prompts vLLM alone is given, the latest")
     args = parse(parser)
     if args.quick:
-        args.repeats, args.seconds, args.episodes = 1, 4.0, 32
+        args.repeats, args.seconds, args.episodes, args.env_steps = 1, 4.0, 32, 300
     result = Result("rollout", args)
-    measure_env(result, args.repeats, 300 if args.quick else 1500)
+    measure_env(result, args.repeats, args.env_steps)
     from tempfile import TemporaryDirectory
 
     from accerl_mp.launcher.environment import gpu_plan, role_environment
+    from accerl_mp.transport.loop import run_loop
     from bench.generation import generation
 
     with TemporaryDirectory() as temporary:
         model = model_folder(args.model, Path(temporary))
-        with generation(model, num_rollout_workers=args.workers, rollout_batch_size=args.batch_size) as run:
+        sizes = {"num_rollout_workers": args.workers, "rollout_batch_size": args.batch_size, "grpo_group_size": 8}
+        sizes |= {"vllm_max_num_seqs": max(128, args.workers * args.batch_size), "vllm_max_num_batched_tokens": args.step_tokens}
+        with generation(model, **sizes) as run:
             os.environ.update(role_environment("inference", 0, config=run.config, plan=gpu_plan(run.config), base={}))
+            if cache := os.environ.get("VLLM_CACHE_ROOT"):
+                os.environ["VLLM_CACHE_ROOT"] = f"{cache}-alone"  # both engines start, and perhaps compile, at the same time
             alone = VllmAlone(run.config)
             try:
-                asyncio.run(measure_requests(result, run, alone, args))
+                run.push()
+                run_loop(measure_requests(result, run, alone, args))
             finally:
                 alone.close()
     result.finish()

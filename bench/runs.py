@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bench.common import ROOT
+from bench.common import ROOT, python_path
 
 PRESET = ROOT / "accerl_mp" / "presets" / "demo.args"
 _NOT_TRAINING = ("--eval-", "--save-checkpoint")
@@ -94,7 +94,7 @@ def finished_run(flags: Sequence[str], *, timeout_s: float = 900.0) -> Iterator[
     """`bash launch.sh FLAGS` to its end; its folder is there until the block ends. RuntimeError with its last words if it fails."""
     parent = Path(tempfile.mkdtemp(prefix="accerl-bench-run-"))
     folder = parent / "run"
-    environment = dict(os.environ) | {"ACCERL_PYTHON": sys.executable, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = dict(os.environ) | {"ACCERL_PYTHON": sys.executable, "PYTHONPATH": python_path()}
     started = time.time()
     try:
         command = ["bash", "launch.sh", *flags, "--log-dir", str(folder)]

@@ -3,8 +3,8 @@
 What is limited here: arithmetic. The limit is measured in the same run as a plain matrix product (bfloat16 8192^3 on a GPU, float32
 1024^3 on one core times the ranks elsewhere); MFU on an H100 or H200 is over the card's 989 TFLOP/s, elsewhere over that product.
 FLOPs of a pack of samples with T_i tokens: 6 x (parameters without embeddings and head, of experts the active share) x sum T_i
-+ 6 x (head) x projected positions + 6 x layers x (heads x head size) x sum T_i^2 for causal attention, forward and backward.
-Embeddings and recomputation do not count.
++ 6 x (head) x projected positions + 6 x layers x (heads x head size) x sum T_i^2 for attention, forward and backward: causal, so half
+of the 12 that all pairs of tokens would take. Embeddings and recomputation (of layers, of attention scores) do not count.
 
 A step is what a run does: build the micro-batches, forward, backward, clip, update, on every rank. Settings alternate step by step in
 the same processes; a step's memory is what it needs at its peak beside what stands between steps.
@@ -15,6 +15,7 @@ the same processes; a step's memory is what it needs at its peak beside what sta
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import sys
@@ -54,13 +55,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full_logits": {"train_logprob_mode": "full_logits_ce"},
     "padded": {"train_packing": "padded", "train_logprob_mode": "full_logits_ce"},
     "eager": {"compile": "off"},
+    "cudnn": {"attn_implementation": "cudnn"},
+    "varlen": {"attn_implementation": "varlen"},
     "sdpa": {"compile": "off", "attn_implementation": "sdpa"},
     "flash_attention_2": {"compile": "off", "attn_implementation": "flash_attention_2"},
     "checkpointing": {"gradient_checkpointing": True},
 }
 """What each changes of `base`: varlen packs, head at trained positions, the attention and compilation that a run takes by itself."""
-COMPARED = (("base", "full_logits"), ("full_logits", "padded"), ("base", "padded"), ("base", "eager"), ("eager", "sdpa"))
-GPU_ONLY = ("eager", "sdpa")
+COMPARED = (
+    ("base", "full_logits"),
+    ("full_logits", "padded"),
+    ("base", "padded"),
+    ("base", "eager"),
+    ("eager", "sdpa"),
+    ("cudnn", "varlen"),
+)
+GPU_ONLY = ("eager", "cudnn", "varlen", "sdpa", "flash_attention_2")
+OPTIONAL = ("cudnn", "flash_attention_2")
+"""Need a package that may not be there."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ class Work:
     on_gpu: bool
     ranks: int
     profile: str | None = None
+    turn: str | None = None
 
 
 class Rig:
@@ -253,7 +266,10 @@ def measure(work: Work, ranks: Ranks) -> list[dict[str, Any]]:
 def measure_budget(work: Work, budget: int, ranks: Ranks, rigs: dict[str, Rig], packs: list[list[RLSample]]) -> dict[str, Any]:
     for rig in rigs.values():
         rig.use(packs)
-    steps = alternate({name: rig.step for name, rig in rigs.items()}, repeats=work.repeats, warmup=work.warmup)
+    sides = {name: rig.step for name, rig in rigs.items()}
+    alternate(sides, repeats=1, warmup=work.warmup - 1)
+    with turn_of(work, ranks):
+        steps = alternate(sides, repeats=work.repeats, warmup=int(work.turn is not None))
     samples = [sample for batch in packs for sample in batch]
     flops = {name: ranks.sums([step_flops(rig.model, packs, only_trained=only_trained(name))])[0] for name, rig in rigs.items()}
     return {
@@ -265,6 +281,16 @@ def measure_budget(work: Work, budget: int, ranks: Ranks, rigs: dict[str, Rig], 
         "rest": {name: rig.rest_bytes for name, rig in rigs.items()},
         "utilization": float(np.mean([sum(map(len, pack)) for pack in packs])) / budget,
     }
+
+
+@contextmanager
+def turn_of(work: Work, ranks: Ranks) -> Iterator[None]:
+    """While other scripts with the same `--turn` stand still. Collective."""
+    with open(work.turn if work.turn and ranks.rank == 0 else os.devnull) as file:
+        if work.turn and ranks.rank == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        ranks.sums([0.0])
+        yield
 
 
 def say(ranks: Ranks, text: str) -> None:
@@ -328,7 +354,7 @@ def default_settings(args: Any, on_gpu: bool) -> list[str]:
     if args.settings:
         return args.settings
     chosen = [name for name in SETTINGS if on_gpu or name not in GPU_ONLY]
-    return chosen[:3] if args.quick else [name for name in chosen if name != "flash_attention_2"]
+    return chosen[:3] if args.quick else [name for name in chosen if name not in OPTIONAL]
 
 
 def main() -> None:
@@ -341,6 +367,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1] if on_gpu else [1, 2], help="trainer ranks, one run for each")
     parser.add_argument("--lengths", default="long", choices=recorded_names(), help="which recorded episodes")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each setting that do not count")
+    parser.add_argument("--turn", help="file to hold a lock on while measuring: several scripts start together and measure one by one")
     parser.add_argument("--profile", help="folder for a torch profile of one step of the first setting (one rank)")
     args = parse(parser)
     if args.quick:
@@ -351,7 +378,7 @@ def main() -> None:
         for num_ranks in args.ranks:
             work = Work(
                 folder=str(folder), settings=default_settings(args, on_gpu), budgets=args.budgets, packs=args.packs, lengths=args.lengths,
-                repeats=args.repeats, warmup=args.warmup, on_gpu=on_gpu, ranks=num_ranks, profile=args.profile,
+                repeats=args.repeats, warmup=args.warmup, on_gpu=on_gpu, ranks=num_ranks, profile=args.profile, turn=args.turn,
             )  # fmt: skip
             for measured in run_ranks(work, Path(temporary)):
                 report(result, work, measured)

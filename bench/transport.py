@@ -1,7 +1,7 @@
 """RLSamples from W rollout processes to trainer memory: samples/s, MB/s, latency and CPU time a sample; `--vs ray` beside it.
 
 What is limited here: copying bytes, and the interpreter's time a sample. Both limits are measured in the same run: what one core copies
-between two buffers of a sample's size (memcpy), and what ZeroMQ carries over an ipc socket between two processes when nobody looks at the
+between two buffers that no cache holds (memcpy), and what ZeroMQ carries over an ipc socket between two processes when nobody looks at the
 bytes. A sample counts when it lies in the trainer's memory as a checked RLSample. Throughput is taken with workers that send as fast as
 they are acknowledged; latency (from before encoding to after decoding) at a fixed rate that both sides can keep up with.
 
@@ -27,7 +27,7 @@ import zmq
 
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import sockets
-from accerl_mp.transport.codec import sample_size_bytes
+from accerl_mp.transport.codec import encode_group
 from accerl_mp.transport.process import die_with_parent
 from bench import transport_ours
 from bench.common import Result, alternate, make_parser, memcpy_bytes_per_s, parse, repeat, stopwatch
@@ -35,9 +35,11 @@ from bench.scratch import ray_driver
 from bench.transport_common import Stream, make_groups
 
 Side = Callable[[Stream], dict[str, Any]]
-SAMPLES_AT_500 = 4000
-"""A run's samples at 500 tokens; fewer of longer ones."""
+NUM_SAMPLES, NUM_TOKENS = 4000, 8_000_000
+"""A run's samples, or fewer of longer ones: this many tokens in all."""
 LATENCY_S = 2.0
+MEMCPY_BYTES = 512 << 20
+"""More than a last-level cache of this decade (260 MB here)."""
 
 
 def make_sides(vs: str | None, stack: ExitStack, result: Result) -> dict[str, Side]:
@@ -55,7 +57,7 @@ def make_sides(vs: str | None, stack: ExitStack, result: Result) -> dict[str, Si
 def measure_throughput(result: Result, sides: dict[str, Side], stream: Stream, repeats: int, *, warmup: int) -> None:
     """All sides, as fast as it goes."""
     labels = {"tokens": stream.num_tokens, "workers": stream.num_workers}
-    size_bytes = sample_size_bytes(make_groups(stream, 0)[0][0])
+    size_bytes = round(encode_group(make_groups(stream, 0)[0]).size_bytes / stream.group_size)
     runs = alternate({name: lambda side=side: side(stream) for name, side in sides.items()}, repeats=repeats, warmup=warmup)
     rates = {name: [run["num_samples"] / run["seconds"] for run in values] for name, values in runs.items()}
     for name, values in runs.items():
@@ -79,8 +81,8 @@ def measure_throughput(result: Result, sides: dict[str, Side], stream: Stream, r
 
 
 def measure_limits(result: Result, size_bytes: int, labels: dict[str, Any], repeats: int) -> list[float]:
-    """memcpy and a bare socket, for messages of this size. Returns memcpy's bytes a second."""
-    copied = repeat(lambda: memcpy_bytes_per_s(size_bytes), repeats=repeats)
+    """memcpy out of memory and a bare socket for frames of this size. Returns memcpy's bytes a second."""
+    copied = repeat(lambda: memcpy_bytes_per_s(MEMCPY_BYTES, total_bytes=2 * MEMCPY_BYTES), repeats=repeats)
     carried = repeat(lambda: bare_socket_bytes_per_s(size_bytes), repeats=repeats)
     result.add("limit: memcpy, one core", [value / 1e6 for value in copied], "MB/s", "higher", **labels)
     result.add("limit: ZeroMQ ipc socket alone", [value / 1e6 for value in carried], "MB/s", "higher", **labels)
@@ -154,7 +156,7 @@ def main() -> None:
         for num_tokens in args.tokens:
             for num_workers in args.workers:
                 per_round = 8 * num_workers
-                count = SAMPLES_AT_500 * 500 // num_tokens // (8 if args.quick else 1)
+                count = min(NUM_SAMPLES, NUM_TOKENS // num_tokens) // (8 if args.quick else 1)
                 fast = Stream(num_tokens, num_workers, max(4, count // per_round) * per_round)
                 measure_throughput(result, sides, fast, args.repeats, warmup=0 if args.quick else 1)
                 slow = max(1, round(args.rate * latency_s / per_round)) * per_round

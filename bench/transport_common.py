@@ -12,7 +12,7 @@ from accerl_mp.samples import RLSample
 from bench.episodes import Shape, make_sample
 
 POLL_S = 0.0005
-"""A trainer that finds nothing looks again after this (`trainer/ranks.py`, FIRST_SLEEP_S)."""
+"""A trainer that finds nothing in Ray's actor asks again after this."""
 
 
 @dataclass(frozen=True)

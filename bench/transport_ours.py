@@ -22,14 +22,18 @@ import zmq
 from accerl_mp.ingest.balance import FlopsEstimate
 from accerl_mp.ingest.inbox import Inbox
 from accerl_mp.ingest.rings import Rings
+from accerl_mp.launcher.sweep import sweep
 from accerl_mp.samples import RLSample
 from accerl_mp.topology import RunPaths
-from accerl_mp.transport import channels, codec, sockets
+from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.outbox import Outbox
 from accerl_mp.transport.process import die_with_parent, keep_freed_memory
 from accerl_mp.transport.ring import RingReader, SharedRing
-from bench.transport_common import POLL_S, Arrivals, Clock, Stream, make_groups, stamped
+from bench.transport_common import Arrivals, Clock, Stream, make_groups, stamped
 
 _TIMEOUT_S = 120.0
+POLL_S = 0.2
+"""A rank that waits looks at other things this often; a put wakes it."""
 
 
 class Played:
@@ -51,8 +55,8 @@ def run(stream: Stream) -> dict[str, Any]:
         ready, stop, answers = context.Barrier(stream.num_workers + 3), context.Event(), context.SimpleQueue()
         clock = Clock()
         SharedRing.create(paths.ring(0), stream.ring_slots, stream.ring_bytes)
-        roles = [(_ingest, (paths.run_dir, ready, stop)), (_trainer, (paths.run_dir, stream, ready, answers))]
-        roles += [(_rollout, (paths.run_dir, stream, index, ready)) for index in range(stream.num_workers)]
+        roles = [(_ingest, (paths.run_dir, ready, stop)), (_trainer, (paths.run_dir, stream, ready, stop, answers))]
+        roles += [(_rollout, (paths.run_dir, stream, index, ready, stop)) for index in range(stream.num_workers)]
         processes = [_start(context, target, arguments) for target, arguments in roles]
         try:
             ready.wait(_TIMEOUT_S)
@@ -91,8 +95,7 @@ def _paths() -> Iterator[RunPaths]:
     try:
         yield paths
     finally:
-        paths.ring(0).unlink(missing_ok=True)
-        shutil.rmtree(paths.sockets, ignore_errors=True)
+        sweep(paths)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -102,32 +105,37 @@ def _start(context: SpawnContext, target: Any, arguments: tuple) -> Any:
     return process
 
 
-def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier) -> None:
-    """Sends its share of the groups; at most MAX_UNACKED of them are on their way."""
+def _rollout(run_dir: Path, stream: Stream, index: int, ready: Barrier, stop: Event) -> None:
+    """Sends its share of the groups; at most MAX_UNACKED of them are on their way.
+
+    Leaves when all is counted: ending costs CPU time, too.
+    """
     die_with_parent()
     keep_freed_memory()
     context = sockets.new_context()
     socket = sockets.connect_dealer(context, RunPaths(run_dir), channels.SAMPLES, identity=f"rollout/{index}")
-    groups = make_groups(stream, index)
+    groups, outbox = make_groups(stream, index), Outbox(RunPaths(run_dir), index)
     num_unacked = 0
     ready.wait(_TIMEOUT_S)
     for group in stream.paced(groups, index):
         while num_unacked >= channels.MAX_UNACKED or socket.poll(0):
-            socket.recv()
+            outbox.free(channels.unpack("ack", socket.recv())["group_id"])
             num_unacked -= 1
-        _send(socket, stamped(group))
+        _send(socket, outbox, stamped(group))
         num_unacked += 1
     while num_unacked:
-        socket.recv()
+        outbox.free(channels.unpack("ack", socket.recv())["group_id"])
         num_unacked -= 1
+    stop.wait(_TIMEOUT_S)
     socket.close()
     context.term()
+    outbox.close()
 
 
-def _send(socket: zmq.Socket, group: list[RLSample]) -> None:
+def _send(socket: zmq.Socket, outbox: Outbox, group: list[RLSample]) -> None:
     """As rollout/work.py does, without records of episodes."""
     header = {"op": "group", "group_id": group[0].group_id, "kind": "train", "eval_id": -1, "outcome": "samples", "episodes": []}
-    socket.send_multipart([channels.pack("played", header), *codec.encode_samples(group)], copy=False)
+    socket.send_multipart(outbox.pack(header, group), copy=False)
 
 
 def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:
@@ -148,7 +156,7 @@ def _ingest(run_dir: Path, ready: Barrier, stop: Event) -> None:
     context.term()
 
 
-def _trainer(run_dir: Path, stream: Stream, ready: Barrier, answers: Any) -> None:
+def _trainer(run_dir: Path, stream: Stream, ready: Barrier, stop: Event, answers: Any) -> None:
     """Reads whatever is there, as Replay does, and releases it."""
     die_with_parent()
     keep_freed_memory()
@@ -158,17 +166,18 @@ def _trainer(run_dir: Path, stream: Stream, ready: Barrier, answers: Any) -> Non
     seen = 0
     while not arrivals.complete:
         if reader.last_sequence == seen:
-            time.sleep(POLL_S)
+            reader.sleep(seen, POLL_S)
             continue
         seen = reader.last_sequence
         _read_all(reader, arrivals)
     answers.put(arrivals.summary())
+    stop.wait(_TIMEOUT_S)
     reader.close()
 
 
 def _read_all(reader: RingReader, arrivals: Arrivals) -> None:
-    for record in reader.ready():
-        sample = reader.read(record)
+    records = reader.ready()
+    for record, sample in zip(records, reader.read_all(records), strict=True):
         if sample is None:
             raise RuntimeError(f"record {record.sequence} was torn: nothing may overtake the reader here")
         arrivals.add(sample.reward, len(sample))

@@ -324,8 +324,8 @@ class _Load(threading.Thread):
                 shortest = 1 if number <= self._args.requests else self._args.tokens // 2
                 max_tokens = int(random.integers(shortest, 3 * self._args.tokens // 2 + 1)) if self._is_mixed else self._args.tokens
                 self._send(number, prompt, max_tokens)
-            if not self._socket.poll(30_000):
-                self.error = "no reply within 30 s"
+            if not self._socket.poll(120_000):
+                self.error = "no reply within 120 s"
                 return
             reply = channels.unpack("reply", self._socket.recv())
             waiting.discard(reply["id"])

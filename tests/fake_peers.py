@@ -10,6 +10,7 @@ import zmq
 
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, codec, sockets
+from accerl_mp.transport.outbox import Outboxes
 
 
 class Peer:
@@ -112,6 +113,7 @@ class FakeIngest(Peer):
     def __init__(self, paths: RunPaths, ledger: Ledger, *, acks: bool = True, die_after: int | None = None) -> None:
         super().__init__(paths, (channels.WORK, channels.SAMPLES))
         self.ledger, self._acks, self._die_after = ledger, acks, die_after
+        self._outboxes = Outboxes(paths)
         self._num_committed = 0
         self._unacked: set[int] = set()
         self._dealt: set[int] = set()
@@ -133,13 +135,17 @@ class FakeIngest(Peer):
         self._dealt.add(left[0])
         self.send(channel, identity, channels.pack("group", {"op": "group", "policy_version": 0} | self.ledger.deals[left[0]]))
 
+    def _whole(self, message: dict[str, Any], frames: list[bytes]) -> list[bytes]:
+        """Copies: what lies in an outbox changes after the ack."""
+        return [bytes(frame) for frame in self._outboxes.frames(message, frames)]
+
     def _commit(self, identity: bytes, frames: list[bytes]) -> None:
         message, ledger = channels.unpack("played", frames[0]), self.ledger
         group_id = message["group_id"]
         if group_id in ledger.committed:
             ledger.num_doubles += 1
         else:
-            ledger.committed[group_id] = codec.decode_samples(frames[1:]) if len(frames) > 1 else []
+            ledger.committed[group_id] = codec.decode_samples(self._whole(message, frames[1:])) if len(frames) > 1 else []
             ledger.episodes[group_id], ledger.outcomes[group_id] = message["episodes"], message["outcome"]
             self._num_committed += 1
         self._unacked.add(group_id)

@@ -82,7 +82,7 @@ class NoSync:
         self._version = version
 
     def finish_push(self) -> Any:
-        from accerl_mp.weight_sync.sender import PushReport
+        from accerl_mp.weight_sync.report import PushReport
 
         return PushReport(version=self._version)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.poisoned_games import KINDS
 
 REST, WORK = "at rest", "at work"
+STANDING = "while vLLM stands in a push"
 MOMENTS = (REST, WORK)
 EVENTS = {"killed": "SIGKILL", "stopped": "SIGSTOP", "crashed": "SIGSEGV", "asked to leave": "SIGTERM"}
 ROLES = ("rollout", "ingest", "stats")
@@ -57,6 +58,12 @@ def _vllm_cells() -> list[Cell]:
     ]
 
 
+def _standing_cells() -> list[Cell]:
+    """Without staging vLLM is paused from the first byte of a push to the last."""
+    outcomes = dict.fromkeys(ROLES, _GOES_ON) | dict.fromkeys(VLLM, _VLLM_GOES_ON)
+    return [_cell("test_faults_vllm", "test_while_vllm_stands", who, "killed", STANDING, outcomes[who], True) for who in outcomes]
+
+
 def _game_cells() -> list[Cell]:
     outcome = "set aside after three failures and named once; training goes on; uses up no restarts"
     return [_cell("test_faults", "test_a_poisoned_game", "a game", kind, WORK, outcome, kind != "crashes") for kind in KINDS]
@@ -72,11 +79,15 @@ def _elsewhere(who: str, event: str, moment: str, outcome: str, test: str) -> Ce
 
 
 _ENDS = "the run ends within 30 s and names it; nothing is left"
+_START_ENDS = (
+    "that start ends within 30 s, names it and leaves nothing; launch.sh starts the run again from its last saved state "
+    "(`--max-trainer-restarts`)"
+)
 _STARTS_AGAIN = "the whole run starts again from its last saved state (`--max-trainer-restarts`); no episode is lost or trained twice"
 _SUPERVISOR = "test_supervisor.py::"
 OTHERS = (
     _elsewhere(
-        "trainer rank", "killed", WORK, _ENDS, _SUPERVISOR + "test_a_killed_rank_is_named_although_the_other_one_fails_because_of_it"
+        "trainer rank", "killed", WORK, _START_ENDS, _SUPERVISOR + "test_a_killed_rank_is_named_although_the_other_one_fails_because_of_it"
     ),
     *(
         Cell(
@@ -95,22 +106,22 @@ OTHERS = (
         "`--resume auto` goes on; no episode is lost or trained twice",
         "test_resume_runs.py::test_a_run_that_is_killed_whole_goes_on_without_losing_or_repeating_an_episode",
     ),
-    _elsewhere("trainer rank", "fails", WORK, _ENDS, _SUPERVISOR + "test_a_failing_rank_is_the_first_failure_for_the_other_rank"),
+    _elsewhere("trainer rank", "fails", WORK, _START_ENDS, _SUPERVISOR + "test_a_failing_rank_is_the_first_failure_for_the_other_rank"),
     _elsewhere(
         "trainer rank",
         "stopped",
         REST,
-        _ENDS + _HANG,
+        _START_ENDS + _HANG,
         _SUPERVISOR + "test_a_rank_that_stands_still_is_named_with_its_stacks_and_ends_the_run[stopped]",
     ),
     _elsewhere(
         "trainer rank",
         "never reaches the barrier",
         WORK,
-        _ENDS + ", with all stacks (`--step-timeout-s`)",
+        _START_ENDS + ", with all stacks (`--step-timeout-s`)",
         _SUPERVISOR + "test_a_rank_that_stands_still_is_named_with_its_stacks_and_ends_the_run[stuck]",
     ),
-    _elsewhere("trainer rank 0", "killed", REST, _ENDS, _SUPERVISOR + "test_after_kill_9_nothing_is_left[rank 0]"),
+    _elsewhere("trainer rank 0", "killed", REST, _START_ENDS, _SUPERVISOR + "test_after_kill_9_nothing_is_left[rank 0]"),
     _elsewhere("supervisor", "killed", REST, _ENDS, _SUPERVISOR + "test_after_kill_9_nothing_is_left[supervisor]"),
     _elsewhere(
         "everything", "killed", REST, "the next start sweeps it", _SUPERVISOR + "test_what_a_killed_run_left_is_swept_by_the_next_start"
@@ -156,6 +167,13 @@ OTHERS = (
         "the disk", "full", WORK, "files are lost, training goes on", "test_faults.py::test_a_full_disk_costs_files_and_not_the_run"
     ),
     _elsewhere(
+        "the disk",
+        "full in pushes and saves",
+        WORK,
+        "older states stay, training goes on, the next state is whole",
+        "test_trainer_loop.py::test_a_full_disk_costs_states_and_neither_pushes_nor_the_run",
+    ),
+    _elsewhere(
         "/dev/shm",
         "too small",
         REST,
@@ -166,7 +184,7 @@ OTHERS = (
     _elsewhere("a stranger", "sends nonsense", WORK, "logged and dropped", "test_security.py::test_no_message_ends_ingest[0]"),
 )
 
-CELLS = (*_role_cells(), *_vllm_cells(), *_game_cells(), *OTHERS)
+CELLS = (*_role_cells(), *_vllm_cells(), *_standing_cells(), *_game_cells(), *OTHERS)
 
 
 def cells_of(test: str) -> list[Cell]:

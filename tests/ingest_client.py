@@ -12,7 +12,9 @@ import zmq
 from sample_factory import make_sample
 
 from accerl_mp.samples import RLSample
-from accerl_mp.transport import channels, codec, sockets
+from accerl_mp.transport import channels, sockets
+from accerl_mp.transport.codec import Frame
+from accerl_mp.transport.outbox import Outbox
 from accerl_mp.transport.process import Process, run_process
 
 ASK_AGAIN_S, RESEND_S = 0.2, 0.3
@@ -46,8 +48,9 @@ class Client:
         self._poller = zmq.Poller()
         self._poller.register(self._work, zmq.POLLIN)
         self._poller.register(self._samples, zmq.POLLIN)
+        self._outbox = Outbox(process.paths, process.index)
         self._playing: dict[int, tuple[float, dict]] = {}
-        self._sent: dict[int, tuple[float, list[bytes]]] = {}
+        self._sent: dict[int, tuple[float, list[Frame]]] = {}
         self._asked_at = 0.0
         self._acks = (process.paths.run_dir / "acks.txt").open("a", buffering=1)
 
@@ -77,6 +80,7 @@ class Client:
         while self._samples.poll(0):
             group_id = channels.unpack("ack", self._samples.recv())["group_id"]
             self._sent.pop(group_id, None)
+            self._outbox.free(group_id)
             self._acks.write(f"{group_id}\n")
 
     def _end_games(self) -> None:
@@ -96,7 +100,7 @@ class Client:
         samples = group_of(message, max(0, self._process.board.get("policy_version"))) if is_train and outcome == "samples" else []
         header = {"op": "group", "group_id": group_id, "kind": message["kind"], "eval_id": message["eval_id"], "outcome": outcome}
         header["episodes"] = [record_of(message, episode_id, self._process.index) for episode_id in message["episode_ids"]]
-        frames = [channels.pack("played", header), *(codec.encode_samples(samples) if samples else [])]
+        frames = self._outbox.pack(header, samples)
         self._sent[group_id] = (time.monotonic(), frames)
         self._samples.send_multipart(frames)
 

@@ -40,6 +40,17 @@ class LiveRun:
         self.wait_for(self.paths.health.exists, "the health table", timeout_s)
         self.table, self.board = HealthTable.attach(self.paths.health), Board.attach(self.paths.board)
 
+    def follow(self, timeout_s: float = 240) -> None:
+        """After the death of a rank: to the tables of the start that comes next."""
+        before = self.row("supervisor/0").pid
+
+        def has_begun() -> bool:
+            with contextlib.suppress(FileNotFoundError):
+                self.table, self.board = HealthTable.attach(self.paths.health), Board.attach(self.paths.board)
+            return self.row("supervisor/0").pid not in (0, before)
+
+        self.wait_for(has_begun, "the run to start again", timeout_s, every_s=0.1)
+
     def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float = 120, *, every_s: float = 0.02) -> None:
         """Until `condition()`; AssertionError with the run's own words if the run ends first, or in `timeout_s`."""
         deadline = time.monotonic() + timeout_s

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from sample_factory import make_group
 
-from accerl_mp.transport.codec import encode_sample
+from accerl_mp.transport.codec import encode_samples
 from accerl_mp.transport.ring import SharedRing
 from accerl_mp.transport.ring_writer import RingWriter
 
@@ -24,7 +24,7 @@ def group_of(number: int) -> list:
 
 
 def checksum_of(sample) -> int:
-    return zlib.crc32(b"".join(encode_sample(sample)))
+    return zlib.crc32(b"".join(encode_samples([sample])))
 
 
 def write(path: Path, start: int, count: int) -> None:
@@ -52,13 +52,13 @@ def read(path: Path, count: int) -> None:
 def die(path: Path, where: str) -> None:
     """Put group 1000 and be killed at a chosen point of it."""
     writer = SharedRing.attach_writer(path, evict_used=True)
-    kill_at_call = {"_write_pages": 1, "_write": 2, "_commit": 0, "_free": 1, "_count": 0}[where]
+    kill_at_call = {"_write_pages": 0, "_write": 0, "_commit": 0, "_free": 1, "_count": 0}[where]
     original, calls = getattr(RingWriter, where), iter(range(1000))
 
     def killed(*args, **options):
         if next(calls) == kill_at_call:
             if where == "_write_pages":
-                original(*args[:2], args[2][: len(args[2]) // 2])  # half of the record
+                original(*args[:2], [args[2][0], args[2][1][: len(args[2][1]) // 2]])  # half of the record
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args, **options)
 

@@ -6,6 +6,7 @@ printf '%s\n' "$*" >>"$here/calls"
 case $2 in
     accerl_mp.launcher.prepare)
         [ -e "$here/refuse" ] && exit 2
+        [ -e "$here/slow" ] && exec sleep 60
         mkdir -p "$here/run dir"
         printf "RUN_DIR='%s'\nNPROC=3\nRDZV_ENDPOINT=127.0.0.1:0\n" "$here/run dir" >"$4"
         ;;

@@ -21,6 +21,7 @@ from accerl_mp.ingest.balance import FlopsEstimate, RankLoad, order_by_count, or
 from accerl_mp.ingest.rings import Rings
 from accerl_mp.samples import RLSample
 from accerl_mp.trainer.replay import Replay
+from accerl_mp.transport.codec import encode_group
 from accerl_mp.transport.ring import SharedRing
 
 LENGTHS: dict[str, list[list[int]]] = json.loads((Path(__file__).parent / "episode_lengths.json").read_text())
@@ -47,7 +48,7 @@ class Ranks:
     def deal(self) -> bool:
         """The next group, as ingest does; False while no ring has room for it."""
         self._waiting = self._waiting or next(self._groups)
-        if self.rings.try_put(self._waiting):
+        if self.rings.try_put(encode_group(self._waiting)):
             self._waiting = None
             return True
         return False

@@ -63,6 +63,24 @@ def test_transport_runs_and_leaves_nothing(tmp_path: Path) -> None:
     assert 0 < p50["median"] <= p95["median"]
 
 
+@pytest.mark.timeout(260)
+def test_a_result_of_what_a_run_has_learned(tmp_path: Path) -> None:
+    """Of a small recorded run: the win rates are those that it wrote, and the picture is small enough for the repository."""
+    run, out = ROOT / "tests/finished_run", tmp_path / "learning.json"
+    run_script("bench/learning.py", run, "--prepared", "made by hand", "--out", out)
+    result = common.read_result(out)
+    evaluations = [line["Eval/WinRate"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "Eval/WinRate" in line]
+    for when, expected in (("before", evaluations[0]), ("after", evaluations[-1])):
+        assert [one["median"] for one in named(result, f"held-out win rate {when} RL")] == [expected]
+    (curve,) = [one for one in result["series"] if one["labels"].get("games") == "held out"]
+    assert [value for _, value in curve["points"]] == evaluations
+    assert all(a <= b for (a, _), (b, _) in pairwise(curve["points"]))
+    assert result["notes"][0] == "made by hand"
+    assert "launch.sh" in result["notes"][1]
+    run_script("bench/plots.py", out, "--curves", "--out", tmp_path)
+    assert 0 < (tmp_path / "learning.png").stat().st_size < 200 << 10
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_transport_runs_beside_ray(tmp_path: Path) -> None:
@@ -82,7 +100,7 @@ def test_trainer_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["startup", "rollout", "end_to_end", "sync_modes"])
+@pytest.mark.parametrize("name", ["startup", "rollout", "end_to_end", "sync_modes", "engines", "four_gpus"])
 def test_scripts_that_start_vllm_run(name: str, tmp_path: Path) -> None:
     run_bench(name, tmp_path / f"{name}.json", timeout_s=580)
 

@@ -124,7 +124,7 @@ def test_an_unknown_flag_is_named_with_the_nearest_one() -> None:
 
 @pytest.mark.parametrize(
     ("num_gpus", "expected"),
-    [(0, ("cpu", 2, 1, "float32", "sdpa")), (1, ("colocated", 1, 1, "bfloat16", "varlen")), (4, ("dedicated", 3, 1, "bfloat16", "varlen"))],
+    [(0, ("cpu", 2, 1, "float32", "sdpa")), (1, ("colocated", 1, 1, "bfloat16", "auto")), (4, ("dedicated", 3, 1, "bfloat16", "auto"))],
 )
 def test_defaults_follow_from_the_gpus(num_gpus: int, expected: tuple) -> None:
     config = resolve(Config(), num_gpus=num_gpus, log_dir="runs/x")
@@ -136,7 +136,8 @@ def test_only_attention_over_a_whole_pack_is_compiled() -> None:
     def choice(**values: Any) -> str:
         return resolve(Config.from_flat(values), num_gpus=2, log_dir="unused").model.compile
 
-    assert (choice(), choice(attn_implementation="flash_attention_2"), choice(attn_implementation="sdpa")) == ("on", "on", "off")
+    assert {choice(attn_implementation=name) for name in ("auto", "cudnn", "varlen", "flash_attention_2")} == {"on"}
+    assert choice(attn_implementation="sdpa") == "off"
     assert choice(deterministic=True) == choice(dtype="float32") == choice(placement="cpu") == "off"
     typed = Config.from_flat({"compile": "on", "attn_implementation": "sdpa", "train_packing": "varlen", "tw_game_dir": "unused"})
     warnings = checks.warnings(resolve(typed, num_gpus=2, log_dir="unused"), typed)
@@ -196,7 +197,21 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"num_rollout_workers": 1}, "--num-rollout-workers 1 is under --fsdp-world-size 2"),
     ({"synchronous": True, "max_sample_reuse": 2}, "--synchronous trains each sample once"),
     ({"infer_top_p": 0.9}, "--infer-top-p 0.9 is refused"),
-    ({"infer_top_p": 1.5}, "--infer-top-p must be in (0, 1]"),
+    ({"infer_top_p": 1.5}, "--infer-top-p must be at most 1"),
+    ({"infer_top_p": 0.0}, "--infer-top-p must be above 0"),
+    ({"infer_temperature": 2.5}, "--infer-temperature must be at most 2, got 2.5"),
+    ({"infer_temperature": 0.001}, "--infer-temperature must be at least 0.01"),
+    ({"eval_temperature": 3.0}, "--eval-temperature must be at most 2"),
+    ({"seed": -1}, "--seed must be at least 0"),
+    ({"seed": 2**32}, "--seed must be at most 2147483647"),
+    ({"request_timeout_s": 1e10}, "--request-timeout-s must be at most 100000000"),
+    ({"rollout_stop_timeout": 1e10}, "--rollout-stop-timeout must be at most"),
+    ({"tw_gamma": 1.5}, "--tw-gamma must be at most 1"),
+    ({"max_steps": 10**20}, "--max-steps must be at most 1e+12"),
+    ({"tw_win_bonus": 1e39}, "--tw-win-bonus must be at most 1e+12"),
+    ({"tw_step_penalty": -1e39}, "--tw-step-penalty must be at least -1e+12"),
+    ({"tw_game_pattern": ""}, "--tw-game-pattern '': it must be a pattern of files"),
+    ({"save_checkpoint": True, "checkpoint_name": "../latest"}, "--checkpoint-name ../latest: it must be one folder's name"),
     ({"vllm_max_model_len": 128}, "--vllm-max-model-len 128 is under"),
     ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization must be in (0, 1)"),
     ({"enable_expert_parallel": True, "infer_tp_size": 2}, "has no experts: leave it out"),
@@ -211,9 +226,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"placement": "dedicated", "fsdp_world_size": 3, "num_rollout_workers": 3}, "needs 4 GPUs (--fsdp-world-size 3 + --infer-size 1 x"),
     ({"placement": "colocated", "fsdp_world_size": 1}, "--placement colocated needs a GPU"),
     ({"placement": "colocated", "fsdp_world_size": 2}, "--placement colocated is one trainer rank and one engine on one GPU"),
-    ({"min_lr_ratio": 2.0}, "--min-lr-ratio must be between 0 and 1"),
+    ({"min_lr_ratio": 2.0}, "--min-lr-ratio must be at most 1"),
     ({"learning_rate": float("nan")}, "--learning-rate must be a finite number"),
-    ({"tw_game_pattern": "/games/*.z8"}, "is an absolute path"),
+    ({"tw_game_pattern": "/games/*.z8"}, "it must be a pattern of files inside --tw-game-dir"),
     ({"log_dir": "/proc/run"}, "--log-dir /proc/run: /proc is not writable"),
     ({"log_dir": __file__ + "/run"}, "is a file; name another folder"),
     ({"save_checkpoint": True, "checkpoint_dir": __file__}, "--checkpoint-dir"),
@@ -244,6 +259,12 @@ def test_each_open_lower_bound_is_checked(folders: dict[str, Any], field: datacl
     value = field.metadata["above"]
     problems = problems_of(folders | {field.name: value})
     assert any(problem.startswith(f"{option_of(field.name)} must be above") for problem in problems), problems
+
+
+@pytest.mark.parametrize("field", [f for f in fields() if f.metadata["at_most"] is not None], ids=lambda field: field.name)
+def test_each_upper_bound_is_checked(folders: dict[str, Any], field: dataclasses.Field) -> None:
+    problems = problems_of(folders | {field.name: field.metadata["at_most"] + 1})
+    assert any(problem.startswith(f"{option_of(field.name)} must be at most") for problem in problems), problems
 
 
 def test_all_problems_come_at_once(folders: dict[str, Any]) -> None:
@@ -365,9 +386,22 @@ def test_the_users_own_list_of_gpus_is_what_the_gpus_means(monkeypatch: pytest.M
     assert visible_gpus() == expected
 
 
-def test_trainers_take_the_first_gpus_and_engines_the_next_in_the_users_order() -> None:
-    plan = plan_gpus(["5", "2", "7", "0"], placement="dedicated", world_size=2, infer_size=1, infer_tp_size=2)
-    assert (plan.trainer, plan.inference) == (["5", "2"], [["7", "0"]])
+@pytest.mark.parametrize(
+    ("sizes", "trainer", "inference"),
+    [
+        ((3, 1, 1), ["5", "2", "7"], [["0"]]),
+        ((2, 2, 1), ["5", "2"], [["7"], ["0"]]),
+        ((2, 1, 2), ["5", "2"], [["7", "0"]]),
+        ((1, 1, 3), ["5"], [["2", "7", "0"]]),
+    ],
+)
+def test_trainers_take_the_first_gpus_and_engines_the_next_in_the_users_order(
+    sizes: tuple[int, int, int], trainer: list[str], inference: list[list[str]]
+) -> None:
+    world_size, infer_size, infer_tp_size = sizes
+    placed = {"placement": "dedicated", "world_size": world_size, "infer_size": infer_size, "infer_tp_size": infer_tp_size}
+    plan = plan_gpus(["5", "2", "7", "0"], **placed)  # type: ignore[arg-type]
+    assert (plan.trainer, plan.inference) == (trainer, inference)
 
 
 def test_help_is_grouped_by_role_and_shows_defaults() -> None:

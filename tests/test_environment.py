@@ -37,6 +37,16 @@ def test_no_role_takes_itself_for_a_rank(role: str) -> None:
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_what_is_set_for_the_machines_gpus_reaches_every_process(role: str) -> None:
+    """NVLink multicast switched off, say: a process that lost it could take the host's GPUs out of service."""
+    base = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1", "NCCL_DEBUG": "WARN"}
+    base |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
+    environment = role_environment(role, 0, config=config_of(), plan=gpu_plan(config_of()), base=base | TORCHRUN)
+    assert base.items() <= environment.items()
+    assert not base.keys() & rank_environment(config_of(), gpu_plan(config_of())).keys(), "a rank keeps what it was started with"
+
+
 @pytest.mark.parametrize("role", ["rollout", "ingest", "stats", "trainer"])
 def test_light_roles_and_cpu_ranks_have_one_thread(role: str) -> None:
     assert num_threads(role, config_of()) == 1

@@ -21,6 +21,7 @@ from accerl_mp.transport.ring import SharedRing
 from tests.fault_matrix import CELLS, EVENTS, REST, Cell, cells_of, exists, markdown
 from tests.light_run import LightRun
 from tests.poisoned_games import poison
+from tests.reported_failures import REPORTED
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::Warning:jericho")]
 README = Path(__file__).parent.parent / "README.md"
@@ -185,25 +186,41 @@ def test_two_runs_side_by_side(start: Callable[..., LightRun], games_dir: Path) 
     second.finish()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv is not there")
-def test_another_users_run_of_the_same_folder_name_is_not_touched(tmp_path: Path) -> None:
-    """As nobody: the socket folder has the user in its name, and shared files are his alone."""
+@pytest.fixture
+def nobodys(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Runs Python code as the user nobody, in a folder that is his; returns what it prints."""
+    if os.getuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("only root can become another user, with setpriv")
+    folder = Path("/tmp") / f"accerl-nobody-{os.getpid()}"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65534, 65534)
+    environment = os.environ | {"PYTHONPATH": str(README.parent), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(folder)}
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", sys.executable, "-c", code, str(folder)]
+        return subprocess.run(command, cwd=README.parent, env=environment, capture_output=True, text=True, timeout=200, check=False)
+
+    def output_of(code: str) -> str:
+        done = run(code)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    try:
+        if run("import subprocess, sys, zmq, accerl_mp.topology; subprocess.run([sys.executable, '-c', ''], check=True)").returncode:
+            pytest.skip("nobody may not read this checkout or its Python")
+        yield output_of
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_another_users_run_of_the_same_folder_name_is_not_touched(nobodys: Callable[..., str]) -> None:
+    """The socket folder has the user in its name, and shared files are his alone."""
     code = (
         "from pathlib import Path; from accerl_mp.topology import RunPaths; from accerl_mp.transport.board import Board\n"
         "from accerl_mp.transport import sockets; import sys; paths = RunPaths(Path(sys.argv[1]))\n"
         "Board.create(paths.board); sockets.make_folder(paths); print(paths.board, paths.sockets)"
     )
-    open_folder = Path("/tmp") / f"accerl-nobody-{os.getpid()}"
-    open_folder.mkdir(mode=0o777)
-    command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", sys.executable, "-c", code, str(open_folder)]
-    environment = os.environ | {"PYTHONPATH": str(README.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    open_folder.rmdir()
-    if "Permission denied" in done.stderr:
-        pytest.skip("nobody may not read this checkout or its Python")
-    assert done.returncode == 0, done.stderr
-    board, folder = map(Path, done.stdout.split())
+    board, folder = map(Path, nobodys(code).split())
     try:
         assert (board.stat().st_uid, board.stat().st_mode & 0o077) == (65534, 0)
         assert "-65534-" in folder.name
@@ -211,6 +228,17 @@ def test_another_users_run_of_the_same_folder_name_is_not_touched(tmp_path: Path
     finally:
         board.unlink()
         folder.rmdir()
+
+
+@pytest.mark.slow
+def test_another_user_runs_it_from_a_checkout_that_is_not_his(nobodys: Callable[..., str]) -> None:
+    code = (
+        "from pathlib import Path; from tests.games_fixture import make_games; from tests.light_run import LightRun; import sys\n"
+        "folder = Path(sys.argv[1]); make_games(folder / 'games'); run = LightRun(folder / 'run', folder / 'games')\n"
+        "try:\n    run.wait_training(4); run.finish(); print('trained', run.paths.sockets.exists())\n"
+        "finally:\n    run.close()"
+    )
+    assert nobodys(code).split()[-2:] == ["trained", "False"]
 
 
 @pytest.mark.slow
@@ -252,3 +280,12 @@ def test_every_cell_names_a_test_that_is_there() -> None:
     assert [cell.test for cell in CELLS if not exists(cell, Path(__file__).parent)] == []
     assert len(CELLS) >= 40
     assert len({cell.case for cell in CELLS}) == len(CELLS)
+
+
+def test_every_reported_failure_has_its_tests() -> None:
+    named = {test for tests in REPORTED.values() for test in tests}
+    missing = [
+        test for test in named if f"def {test.partition('::')[2]}" not in (Path(__file__).parent / test.partition("::")[0]).read_text()
+    ]
+    assert not missing
+    assert all(REPORTED.values())

@@ -1,7 +1,10 @@
-"""The fault matrix's heavy half: vLLM's three processes are broken in a whole real run, while they work and while they rest."""
+"""The fault matrix's heavy half: a whole real run. vLLM's three processes are broken while they work and while they rest; every
+process is killed while vLLM stands in a push."""
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +22,7 @@ FLAGS = """
 --train-packing padded --batch-size 8 --grad-accum-steps 1 --max-policy-lag 1 --learning-rate 1e-5
 --sync-every-optimizer-steps 2 --max-steps 1000000 --max-restarts 1000 --hang-timeout-s 15 --sync-timeout-s 120
 """
+BEGINS = "inference/0 to answer 'begin'"
 PLACE = {"inference front": 0, "inference core": 1, "inference worker": 2}
 
 
@@ -28,33 +32,41 @@ def nothing_left() -> None:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, games_dir: Path) -> Iterator[Callable[[], LiveRun]]:  # noqa: F811
-    """One run for all cells, started anew if one of them ended it."""
-    runs: list[LiveRun] = []
+def shared(tmp_path_factory: pytest.TempPathFactory, games_dir: Path) -> Iterator[Callable[..., LiveRun]]:  # noqa: F811
+    """One run at a time for all cells with the same flags, started anew if one of them ended it."""
+    runs: list[tuple[tuple[str, ...], LiveRun]] = []
     model = ["--model-path", str(ROOT / "accerl_mp/presets/demo_model"), "--tw-game-dir", str(games_dir)]
 
-    def live() -> LiveRun:
-        if not runs or runs[-1].process.poll() is not None:
-            runs.append(LiveRun(tmp_path_factory.mktemp("faults") / "a run", [*FLAGS.split(), *model]))
-            runs[-1].attach()
-            runs[-1].wait_training(1, 300)
-        return runs[-1]
+    def live(*more: str) -> LiveRun:
+        if not runs or runs[-1][0] != more or runs[-1][1].process.poll() is not None:
+            for _, run in runs[-1:]:
+                finish(run)
+            runs.append((more, LiveRun(tmp_path_factory.mktemp("faults") / "a run", [*FLAGS.split(), *model, *more])))
+            runs[-1][1].attach()
+            runs[-1][1].wait_training(1, 300)
+        return runs[-1][1]
 
     yield live
     try:
-        for run in runs:
-            if run.process.poll() is None:
-                assert run.stop() == 0, run.words()
-                assert run.left() == []
-                books = run.books()
-                assert (books["groups"]["imbalance"], books["samples"]["imbalance"]) == (0, 0), books
+        for _, run in runs[-1:]:
+            finish(run)
     finally:
-        for run in runs:
+        for _, run in runs:
             run.close()
 
 
+def finish(run: LiveRun) -> None:
+    """An orderly end, if a cell has not ended it: nothing lost, nothing trained twice, nothing left."""
+    if run.process.poll() is not None:
+        return
+    assert run.stop() == 0, run.words()
+    assert run.left() == []
+    books = run.books()
+    assert (books["groups"]["imbalance"], books["samples"]["imbalance"]) == (0, 0), books
+
+
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.case) for cell in cells_of("test_vllm")])
-def test_vllm(shared: Callable[[], LiveRun], cell: Cell) -> None:
+def test_vllm(shared: Callable[..., LiveRun], cell: Cell) -> None:
     run = shared()
     run.wait_for(lambda: run.runs("inference/0") and len(run.vllm_pids()) == 3, "vLLM to run")
     run.wait_training(1)
@@ -68,6 +80,51 @@ def test_vllm(shared: Callable[[], LiveRun], cell: Cell) -> None:
     run.wait_for(lambda: run.board.get("policy_version") > version, "the next push", 120)
     if cell.event == "stopped":
         assert "--hang-timeout-s" in run.output.read_text()
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.case) for cell in cells_of("test_while_vllm_stands")])
+def test_while_vllm_stands(shared: Callable[..., LiveRun], cell: Cell) -> None:
+    run = shared("--sync-staging", "off")
+    name = "inference/0" if cell.who in PLACE else f"{cell.who}/0"
+    run.wait_for(lambda: run.runs(name) and run.runs("inference/0") and len(run.vllm_pids()) == 3, "everything to run", 180)
+    run.wait_training(1)
+    before, version = run.row(name), run.board.get("policy_version")
+    with standing_vllm(run):
+        os.kill(run.vllm_pids()[PLACE[cell.who]] if cell.who in PLACE else before.pid, signal.SIGKILL)
+        time.sleep(1.0)  # so that the death meets a vLLM that stands
+    run.wait_for(lambda: run.row(name).num_restarts > before.num_restarts, "a restart", 90)
+    run.wait_for(lambda: run.runs(name), f"{name} to run again", 180)
+    run.wait_training(4, 180)
+    run.wait_for(lambda: run.board.get("policy_version") > version + 1, "the push after that one", 120)
+
+
+@contextlib.contextmanager
+def standing_vllm(run: LiveRun) -> Iterator[None]:
+    """In the block vLLM is paused: rank 0 is stopped (shorter than --hang-timeout-s) just when its push has begun."""
+    trainer = run.row("trainer/0").pid
+    try:
+        for _ in range(20):
+            run.wait_for(lambda: run.row("trainer/0").waits_for == BEGINS, "a push to begin", 120, every_s=0.0005)
+            os.kill(trainer, signal.SIGSTOP)
+            if a_turn_stays_open(run, within_s=4.0):
+                break
+            os.kill(trainer, signal.SIGCONT)  # nobody had anything to ask
+        else:
+            pytest.fail(f"vLLM was never seen to stand:\n{run.words()}")
+        yield
+    finally:
+        os.kill(trainer, signal.SIGCONT)
+
+
+def a_turn_stays_open(run: LiveRun, within_s: float) -> bool:
+    """A turn takes some ten milliseconds where vLLM generates."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        rows = [run.row(f"rollout/{index}") for index in range(2)]
+        if any(row.waits_for.startswith("inference/") and row.waits_s > 1.5 for row in rows):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def has_open_turns(run: LiveRun) -> bool:

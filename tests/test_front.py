@@ -13,6 +13,7 @@ from accerl_mp.config import SyncConfig
 from accerl_mp.inference.control import PushControl
 from accerl_mp.inference.front import Reply, RequestFront
 from accerl_mp.inference.order import OutputOrder
+from accerl_mp.inference.replies import EngineLost, Generation, ReplyCollector
 from accerl_mp.inference.supported import warning_of
 
 NUM_PUSHES, NUM_REQUESTS = 12, 20
@@ -184,7 +185,7 @@ class FakeLLM:
 
     def put(self, *times: float) -> None:
         for time in times:
-            self.engine_core.outputs_queue.put_nowait(SimpleNamespace(timestamp=time))
+            self.engine_core.outputs_queue.put_nowait(SimpleNamespace(timestamp=time, outputs=[]))
 
 
 @pytest.mark.parametrize("late", [0, 1, 5])
@@ -213,6 +214,53 @@ def test_outputs_before_the_swap_pass_and_later_ones_wait(late: int) -> None:
         with order.held():
             await order.let_through(until=math.inf)
         llm.output_handler.cancel()
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+
+
+def core_output(request_id: str, ids: list[int], *, reason: str | None = None, num_cached: int | None = None) -> SimpleNamespace:
+    """An EngineCoreOutput; a token's logprob is minus its id."""
+    logprobs = SimpleNamespace(logprobs=-np.array(ids, np.float32)[:, None]) if ids else None
+    prefill = None if num_cached is None else SimpleNamespace(num_cached_tokens=num_cached)
+    return SimpleNamespace(request_id=request_id, new_token_ids=ids, new_logprobs=logprobs, prefill_stats=prefill, finish_reason=reason)
+
+
+def test_replies_grow_output_by_output_and_others_are_left_alone() -> None:
+    async def play() -> None:
+        replies = ReplyCollector()
+        first, second = replies.expect("a-0"), replies.expect("b-1")
+        steps = [
+            [core_output("a-0", [5], num_cached=7), core_output("probe-x", [1])],
+            [core_output("b-1", [8], num_cached=0), core_output("a-0", [6, 7])],
+            [core_output("a-0", [], reason="abort"), core_output("b-1", [9], reason="stop"), core_output("gone", [3], reason="stop")],
+        ]
+        left = []
+        for number, step in enumerate(steps):
+            outputs = SimpleNamespace(outputs=step)
+            replies.take(outputs)
+            left.append([output.request_id for output in outputs.outputs])
+            assert replies.num_tokens() == [{"a-0": 1, "b-1": 0}, {"a-0": 3, "b-1": 1}, {}][number]
+        assert left == [["probe-x"], [], ["gone"]]
+        assert await first == Generation([5, 6, 7], [-5.0, -6.0, -7.0], "abort", 7)
+        assert await second == Generation([8, 9], [-8.0, -9.0], "stop", 0)
+
+    asyncio.run(asyncio.wait_for(play(), 20))
+
+
+def test_whoever_waits_for_a_dead_engine_hears_of_it_and_one_that_left_is_forgotten() -> None:
+    async def play() -> None:
+        async def dies() -> Any:
+            raise OSError("its socket is gone")
+
+        order = OutputOrder(SimpleNamespace(engine_core=SimpleNamespace(outputs_queue=None, get_output_async=dies)))
+        waiting, left = order.replies.expect("a-0"), order.replies.expect("b-1")
+        left.cancel()
+        order.replies.forget("b-1")
+        assert list(order.replies.num_tokens()) == ["a-0"]
+        with pytest.raises(OSError, match="socket is gone"):
+            await order._get()
+        with pytest.raises(EngineLost):
+            await waiting
 
     asyncio.run(asyncio.wait_for(play(), 20))
 

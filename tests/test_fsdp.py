@@ -97,6 +97,38 @@ def test_two_ranks_make_the_same_update_as_one(name: str, unsharded: bool, train
     assert abs(two["after"] - two["before"]).max() > 1e-3  # it did learn something
 
 
+UNEVEN = ("packed, tied", "experts")
+"""Of three ranks: 32 and 512 rows, 4 experts (the third has none), norms of 32."""
+
+
+def _train_third(ranks: Ranks, root: Path) -> None:
+    for name in UNEVEN:
+        config, steps = _case(root, name)
+        trained = _trained(config, ranks, [[step[ranks.rank]] for step in steps], unsharded=name == "experts")
+        if ranks.rank == 0:
+            torch.save(trained, root / f"{name}, three.pt")
+
+
+@pytest.mark.slow
+def test_three_ranks_make_the_same_update_as_one(tmp_path: Path) -> None:
+    """Shards of different sizes, empty ones too; what is gathered for vLLM and for exports is whole."""
+    for name in UNEVEN:
+        kind, tied, _ = CASES[name]
+        tiny.save_tiny(tmp_path / name, kind, tied=tied, **(EXPERTS if "moe" in kind else {}))
+    run_ranks(_train_third, 3, tmp_path)
+    for name in UNEVEN:
+        config, steps = _case(tmp_path, name)
+        ranks = single_rank()
+        one = _trained(config, ranks, [step[:3] for step in steps], unsharded=True)
+        ranks.leave()
+        three = torch.load(tmp_path / f"{name}, three.pt", weights_only=False)
+        assert three["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        assert list(three["weights"]) == list(one["weights"])
+        for key, weight in one["weights"].items():
+            torch.testing.assert_close(three["weights"][key], weight, atol=2e-5, rtol=1e-4, msg=key)
+        assert abs(three["after"] - three["before"]).max() > 1e-3
+
+
 @pytest.mark.parametrize("name", ["packed, tied", "packed, head only", "packed, last layer, weight decay", "fused projections, last layer"])
 def test_only_what_trains_moves(name: str, trained_by_two: Path) -> None:
     config, _ = _case(trained_by_two, name)

@@ -64,6 +64,11 @@ ENGINE_FLAGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"vllm_max_num_seqs": 5, "vllm_max_num_batched_tokens": 77}, {"max_num_seqs": 5, "max_num_batched_tokens": 77}),
     ({"vllm_max_model_len": 99}, {"max_model_len": 99}),
     ({"disable_vllm_prefix_caching": True}, {"enable_prefix_caching": False}),
+    # Every step that --vllm-max-num-batched-tokens allows has a CUDA graph, one with new prompts in it too.
+    (
+        {"placement": "colocated", "vllm_max_num_batched_tokens": 300},
+        {"cudagraph_capture_sizes": [1, 2, 4, *range(8, 257, 8), 288], "block_size": 64},
+    ),
     ({"infer_tp_size": 2, "enable_expert_parallel": True}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
 ]
 """(flags, what vLLM is started with) of the second inference process."""

@@ -24,12 +24,15 @@ from accerl_mp.ingest.admission import Admission, Progress, Supply
 from accerl_mp.ingest.balance import FlopsEstimate
 from accerl_mp.ingest.dealer import EVAL_BASE, MAX_STRIKES, Dealer, Schedule
 from accerl_mp.ingest.evaluation import Evaluation
+from accerl_mp.ingest.restore import make_rings
 from accerl_mp.ingest.rings import Rings
+from accerl_mp.recovery import Start
 from accerl_mp.rollout.collect import Deal, Group
 from accerl_mp.rollout.work import WorkClient
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MetricsReceiver
+from accerl_mp.transport.codec import encode_group
 from accerl_mp.transport.health import Health, HealthTable
 from accerl_mp.transport.ring import RingReader, SharedRing
 
@@ -668,7 +671,7 @@ def test_a_waiting_ingest_costs_next_to_nothing(make_run):
 
 
 def test_a_sample_larger_than_its_ring_is_named_and_does_not_stop_the_run(make_run):
-    run = make_run(replay_bytes=4096, replay_capacity=6, max_policy_lag=0)
+    run = make_run(replay_bytes=4096, replay_capacity=4, batch_size=3, max_policy_lag=0)
     run.start_all()
     trainer = Trainer(run)
     wait_until(lambda: (trainer.turn(), "is left out" in run.log("ingest-0"))[1])
@@ -678,15 +681,16 @@ def test_a_sample_larger_than_its_ring_is_named_and_does_not_stop_the_run(make_r
 
 def test_the_rank_that_waits_gets_the_group(tmp_path, make_run):
     run = make_run()
+    make_rings(run.paths, run.config, Start(), FlopsEstimate())
     rings = Rings.open(run.paths, run.config, Health("ingest/0", table=run.table, board=run.board), FlopsEstimate())
     run.paths.sockets.mkdir(exist_ok=True)
     readers = [SharedRing.attach_reader(run.paths.ring(rank)) for rank in range(2)]
     for number in range(4):
-        assert rings.try_put(make_group(number, 2))
+        assert rings.try_put(encode_group(make_group(number, 2)))
     assert [len(reader.ready()) for reader in readers] == [4, 4]
     readers[1].num_wanted = 9
     for number in range(4, 6):
-        rings.try_put(make_group(number, 2))
+        rings.try_put(encode_group(make_group(number, 2)))
     assert [len(reader.ready()) for reader in readers] == [4, 8]
     assert rings.num_waiting == 1
     assert rings.usable_uses(3, 2) == 0

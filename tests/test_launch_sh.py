@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pexpect
 import pytest
 
 from accerl_mp.launcher.summary import success_lines
@@ -53,6 +55,19 @@ def test_a_failing_set_up_shows_the_end_of_pips_log_and_leaves_no_stamp(copy: Pa
     assert "installing the cpu stack into .venv" in done.stderr
     assert "no-such-package-anywhere" in done.stderr
     assert not (copy / ".venv/.stamp").exists()
+
+
+def test_on_a_terminal_the_set_up_shows_what_pip_does_and_a_pipe_gets_nothing_of_it(copy: Path) -> None:
+    (copy / "pip.log").write_text("Collecting torch\n" + "Downloading a-very-long-name" * 9 + "\n")
+    code = f"sleep 1.5 & follow $! '{copy}/pip.log'; echo done"
+    assert functions(copy, code) == "done"
+    lines = (copy / "launch.sh").read_text().splitlines()
+    (copy / "functions.sh").write_text("\n".join([*lines[: lines.index('main "$@"')], code]))
+    environment = os.environ | {"TERM": "xterm"}
+    shown = pexpect.run(f"bash '{copy}/functions.sh'", env=environment, encoding="utf-8", dimensions=(20, 60), timeout=30)
+    assert re.search(r" 1 s  Downloading a-very-long-name", shown), shown
+    assert max(len(part) for part in re.split(r"[\r\n]|\x1b\[K", shown)) < 60, "one line of the terminal"
+    assert shown.endswith("\r\x1b[Kdone\r\n")
 
 
 def functions(root: Path, code: str, *words: str) -> str:
@@ -165,6 +180,18 @@ def test_a_refusal_starts_nothing(stub: Path) -> None:
     assert len(calls(stub)) == 1
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_before_a_run_begins_ends_it_at_once_with_a_word(stub: Path, number: signal.Signals, code: int) -> None:
+    (stub / "slow").touch()
+    run = start_stub(stub, "--seed", "1")
+    wait_until((stub / "calls").exists)
+    run.send_signal(number)
+    shown = run.communicate(timeout=20)[1]
+    assert run.returncode == code
+    assert shown == f"launch.sh: stopped ({number.name.removeprefix('SIG')}) before a run began\n"
+    assert len(calls(stub)) == 1
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_writes_the_stop_file_and_waits_for_the_run(stub: Path, number: signal.Signals) -> None:
     run = start_stub(stub, "--seed", "1")
@@ -221,7 +248,7 @@ def model_and_games(tmp_path: Path) -> list[str]:
         tokenizer_object=chat_fixture.build_fast(), eos_token="<|im_end|>", chat_template=chat_fixture.CHATML
     )
     tokenizer.save_pretrained(model)
-    AutoConfig.for_model("qwen3").save_pretrained(model)
+    AutoConfig.for_model("qwen3", num_hidden_layers=2).save_pretrained(model)
     (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     games.mkdir()
     (games / "a.z8").touch()
@@ -273,6 +300,14 @@ def test_a_model_that_nobody_knows_is_refused_once_and_so_is_a_task(tmp_path: Pa
     assert len([line for line in done.stderr.splitlines() if line.startswith("- ")]) == 2
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path, model_and_games: list[str]) -> None:
+    settings = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(settings | {"vocab_size": 4}))
+    done = prepare(tmp_path, *model_and_games)
+    assert done.returncode == 2
+    assert "its config only 4 tokens: the model was not resized" in done.stderr
+
+
 def test_a_model_without_a_template_gets_the_built_in_one_with_a_warning(tmp_path: Path, model_and_games: list[str]) -> None:
     (tmp_path / "model/chat_template.jinja").unlink()
     done = prepare(tmp_path, *model_and_games)
@@ -296,3 +331,26 @@ def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
     assert "1:01" in text
     assert f" -m accerl_mp.tools.report {tmp_path}\n" in text
     assert text.endswith(f" --logdir {tmp_path}")
+
+
+def test_the_commands_of_the_summary_can_be_typed_where_launch_sh_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "a run"
+    run.mkdir()
+    (run / "stop").touch()
+    (run / "command.txt").write_text("bash launch.sh --seed 1\n")
+
+    def lines(*, called_from: Path, now_in: Path) -> list[str]:
+        monkeypatch.setenv("ACCERL_CALLED_FROM", str(called_from))
+        monkeypatch.chdir(now_in)
+        return [line.partition("  ")[2].strip().partition("  ")[2].strip() for line in success_lines(RunPaths(run), {})[-3:]]
+
+    report, tensorboard, go_on = lines(called_from=ROOT, now_in=ROOT)
+    assert report == f"{sys.executable} -m accerl_mp.tools.report '{run}'"
+    assert tensorboard.endswith(f"--logdir '{run}'")
+    assert go_on == f"bash launch.sh --seed 1 --log-dir '{run}' --resume auto"
+    (run / "command.txt").write_text(f"bash launch.sh --seed 1\n{go_on}\n")
+    assert lines(called_from=ROOT, now_in=ROOT)[2] == go_on, "not longer each time"
+    report, _, go_on = lines(called_from=tmp_path, now_in=tmp_path)
+    assert report.startswith(f"PYTHONPATH={ROOT} ")
+    assert go_on.startswith(f"bash {ROOT}/launch.sh --seed 1 ")
+    assert lines(called_from=tmp_path, now_in=ROOT)[2].startswith(f"cd {ROOT} && bash launch.sh "), "the demo, from elsewhere"

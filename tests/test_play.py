@@ -1,11 +1,14 @@
 """tools.play and tools.evaluate: flags, limits, best of several replies, a person at the keyboard, tables; at the end with a real vLLM."""
 
 import asyncio
+import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,9 @@ from scripted import build_player
 
 from accerl_mp.config import Config, ConfigError
 from accerl_mp.rollout.env import EnvPool
-from accerl_mp.tools import evaluate, human, play, playing, policies, scores
-from accerl_mp.tools.engine_flags import engine_config, list_played_games
+from accerl_mp.tools import evaluate, game_files, human, local_engine, play, playing, policies, scores, terminal
+from accerl_mp.tools.engine_flags import engine_config, flag_problems, list_played_games
+from tests.sessions import processes_of, shared_memory_of, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
 DEMO_MODEL = ROOT / "accerl_mp/presets/demo_model"
@@ -42,6 +46,7 @@ def test_wilson_is_the_interval_of_the_score_test() -> None:
             # The ends are the rates p with (rate - p)^2 = z^2 p (1 - p) / n; where the rate is 0 or 1 one end is the rate.
             assert (got.value - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / trials, abs=1e-9)
     assert scores.wilson(0, 20).high == pytest.approx(0.1611, abs=1e-4)
+    assert (scores.wilson(45, 60).low, scores.wilson(45, 60).high) == pytest.approx((0.6277, 0.8422), abs=2e-4)
     assert math.isnan(scores.wilson(0, 0).value)
 
 
@@ -65,8 +70,8 @@ def test_a_summary_counts_episodes_and_replies() -> None:
 def test_every_flag_of_the_reference_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     args = play.build_parser().parse_args(REFERENCE.split())
-    assert play.problems_of(args) == []
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    assert flag_problems(args) == []
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096, "num_experts": 8}')
     config = engine_config(policies.find_policy(tmp_path), args)
     assert (config.games.tw_max_episode_steps, config.inference.infer_max_tokens, config.run.seed) == (9, 12, 3)
     assert (config.games.history_mode, config.games.history_window_turns) == ("window", 3)
@@ -85,8 +90,8 @@ def test_every_flag_of_the_reference_reaches_the_engine(tmp_path: Path, monkeypa
 def test_help_is_grouped_and_shows_defaults() -> None:
     text = " ".join(play.build_parser().format_help().split())
     assert text.index("what is played:") < text.index("replies:") < text.index("vLLM:") < text.index("output:")
-    assert "which files of it (default: *.z8)" in text
-    assert "requests at a time; as many episodes are open (default: 16)" in text
+    assert "which files of it [*.z8]" in text
+    assert "requests at a time; as many episodes are open [16]" in text
 
 
 def test_flags_that_cannot_work_are_refused_together_with_code_2(capfd: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +100,83 @@ def test_flags_that_cannot_work_are_refused_together_with_code_2(capfd: pytest.C
     shown = capfd.readouterr().err
     for part in ("--model-path is missing", "--episodes", "--temperature", "--top-p", "--history-steps", "--gpu-memory", "--max-model-len"):
         assert part in shown
+    assert "--game-dir g: no such folder" in shown
     assert "\x1b" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--temperature 2.5", "--temperature must be at most 2, got 2.5"),
+        ("--temperature nan", "--temperature must be a finite number"),
+        ("--top-p 1.01", "--top-p must be at most 1"),
+        ("--seed -1", "--seed must be at least 0"),
+        ("--seed 4294967296", "--seed must be at most 2147483647"),
+        ("--max-model-len 5000", "--max-model-len 5000 is over the model's context of 4096 tokens"),
+        ("--max-model-len 10", "--max-model-len 10 leaves no room for a prompt beside --max-action-tokens 16"),
+        ("--max-action-tokens 4096", "leaves no room for a prompt beside --max-action-tokens 4096"),
+        ("--enable-expert-parallel", "has no experts: leave it out"),
+        ("--kv-cache-gib 0.001 --max-model-len 4000", "holds 460 tokens of this model"),
+        ("--env nowhere:Env", "--env nowhere:Env: module nowhere cannot be imported"),
+        ("--env nowhere", "is neither 'textworld' nor module:Class"),
+        ("--chat-template nowhere", "--chat-template nowhere: no such file"),
+        ("--game-pattern /x", "--game-pattern '/x': it must be a pattern of files inside --game-dir"),
+        (f"--out {__file__}/out", "is a file; name another folder"),
+    ],
+)
+def test_what_vllm_would_refuse_later_is_refused_at_once(
+    words: str,
+    message: str,
+    games_dir: Path,  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fixed = ["--model-path", str(DEMO_MODEL), "--game-dir", str(games_dir), "--placement", "cpu"]
+    assert play.main([*fixed, *words.split()]) == 2
+    assert message in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("damage", ["", "3", '{"no_such_setting": 1}'])
+def test_a_run_whose_settings_cannot_be_read_is_refused(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "args.json").write_text(damage)
+    with pytest.raises(ConfigError, match=r"its args.json cannot be read"):
+        policies.find_policy(tmp_path)
+
+
+def test_without_a_flag_the_context_is_what_the_model_and_a_cpus_cache_have(tmp_path: Path) -> None:
+    def context(**values: int) -> int:
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        args = play.build_parser().parse_args(["--model-path", "m", "--game-dir", "g", "--placement", "cpu"])
+        return engine_config(policies.find_policy(tmp_path), args).inference.vllm_max_model_len
+
+    assert context(n_positions=1024) == 1024  # as GPT-2 calls it
+    assert context(max_position_embeddings=10**6) == 32768
+    qwen = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 1024}
+    assert context(max_position_embeddings=40960, **qwen) == 4617
+
+
+def test_what_a_tools_engine_died_of_is_named_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        "INFO start",
+        "(Worker pid=1) Traceback",
+        "(Worker pid=1) ValueError: too long",
+        "(Core) ValueError: too long",
+        "RuntimeError: x",
+    ]
+    assert terminal.causes_in(lines) == ["ValueError: too long", "RuntimeError: x"]
+    assert terminal.causes_in(["nothing", "said"]) == ["nothing", "said"]
+    log = tmp_path / "play.log"
+    log.write_text("ValueError: of the last time\n")
+
+    def die() -> None:
+        with terminal.quiet(log, terminal.Terminal()):
+            os.write(2, b"vllm.Broken: KeyError: 'weights'\n")
+            raise RuntimeError("engine")
+
+    with pytest.raises(terminal.ToolFailed, match="RuntimeError: engine"):
+        die()
+    shown = capfd.readouterr().err
+    assert "KeyError: 'weights'" in shown
+    assert "of the last time" not in shown
 
 
 def test_a_run_folder_stands_for_its_newest_export_and_its_settings(tmp_path: Path) -> None:
@@ -195,7 +276,27 @@ def test_games_in_the_layout_of_the_ftwp_archive_are_taken_as_they_are(games_dir
     assert [Path(game).parent.name for game in list_played_games(str(tmp_path / "games"), "*.z8")] == ["test", "train", "valid"]
     assert len(list_played_games(str(tmp_path / "games/train"), "*.z8")) == 1
     with pytest.raises(ConfigError, match="no file matches"):
+        list_played_games(str(tmp_path / "games"), "*.z5")
+    with pytest.raises(ConfigError, match="no such folder"):
         list_played_games(str(tmp_path / "nowhere"), "*.z8")
+
+
+def test_a_games_kind_is_read_from_how_challenges_are_named(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Not from what a game says of itself, nor from the random letters that TextWorld calls any other game."""
+    names = {
+        "tw-cooking-recipe1+cook": "cooking",
+        "tw-coin_collector-x": "coin-collector",
+        "tw-simple-r": "simple",
+        "tw-simply": "textworld",
+    }
+    for name, kind in names.items():
+        game = json.loads((games_dir / "room-0.json").read_text())
+        game["metadata"] |= {"uuid": name, "desc": "Generated with care."}
+        (tmp_path / "game.json").write_text(json.dumps(game))
+        assert game_files.read_facts(tmp_path / "game.z8").kind == kind
+    facts = game_files.read_facts(games_dir / "room-2.z8")
+    assert (facts.kind, facts.num_commands) == ("textworld", 0)
+    assert evaluate.kind_and_length({"path": str(games_dir / "room-2.z8")}) == "textworld, length unknown"
 
 
 def test_evaluate_names_all_wrong_folders_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -225,6 +326,65 @@ def test_play_with_a_real_engine(games_dir: Path, tmp_path: Path) -> None:  # no
     assert (tmp_path / "out/play.log").stat().st_size > 0
 
 
+def test_ctrl_c_ends_a_start_that_swallows_it() -> None:
+    """As vLLM's does: it takes a KeyboardInterrupt for nothing, and waits on."""
+    before = signal.getsignal(signal.SIGINT)
+
+    def start() -> None:
+        with local_engine._interruptible():
+            with contextlib.suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("it goes on")
+
+    with pytest.raises(KeyboardInterrupt):
+        start()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def start_play(games: Path, out: Path, until: str) -> subprocess.Popen:
+    """Many episodes; returns while vLLM is being started, or once episodes end."""
+    words = ["--model-path", str(DEMO_MODEL), "--game-dir", str(games), "--placement", "cpu", "--out", str(out), "--episodes", "5000"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "accerl_mp.tools.play", *words]
+    running = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    played, end = out / "episodes.jsonl", time.monotonic() + 300
+    while running.poll() is None and time.monotonic() < end:
+        if len(processes_of(running.pid)) >= 3 if until == "starting" else played.exists() and played.stat().st_size:
+            break
+        time.sleep(0.2)
+    return running
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("end", ["ctrl-c", "kill -9"])
+@pytest.mark.parametrize("until", ["starting", "playing"])
+def test_nothing_is_left_of_play_however_it_ends(end: str, until: str, games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    running = start_play(games_dir, tmp_path, until)
+    try:
+        assert running.poll() is None, running.communicate()[0]
+        assert len(processes_of(running.pid)) >= 3, "vLLM's own processes are looked at too"
+        shared_memory = shared_memory_of(running.pid)
+        if end == "ctrl-c":
+            os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the whole group
+            shown = running.communicate(timeout=60)[0]
+            assert running.returncode == 130, shown
+            assert shown.splitlines()[-1] == f"stopped; what was played is in {tmp_path}"
+            assert "Traceback" not in shown
+        else:
+            running.kill()
+            running.communicate(timeout=60)
+        assert wait_until_gone(running.pid, shared_memory) == []
+    finally:
+        for process in processes_of(running.pid):
+            process.kill()
+    for line in (tmp_path / "episodes.jsonl").read_text().splitlines():
+        assert json.loads(line)["game"], "every line that was written is whole"
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(820)
@@ -239,5 +399,5 @@ def test_evaluate_compares_models_and_repeats_itself(games_dir: Path, tmp_path: 
     # The same model, games and seeds: the greedy rows agree, and so do the two seeds within them.
     assert results[0]["all"] == results[2]["all"]
     assert results[0]["by_seed"]["1"] == results[0]["by_seed"]["2"]
-    assert set(results[0]["by_kind_and_length"]) == {"textworld, 1 commands", "textworld, 2 commands"}
+    assert set(results[0]["by_kind_and_length"]) == {"textworld, 1 commands", "textworld, 2 commands", "textworld, length unknown"}
     assert "win rate by kind and length" in done.stdout

@@ -1,5 +1,6 @@
 """Faults planted on the wire and after it, each named; salts; several inference processes; pushes by the hundred."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import psutil
 import pytest
 import torch
 from engine_fixture import (
+    VOCABULARY,
     InferenceRun,
     RequestClient,
     client,  # noqa: F401
@@ -21,6 +23,7 @@ from engine_fixture import (
     wait_until,
 )
 from push_load import Load, logprobs_of_replies, prompt_of, push_under_load, train_only
+from tiny import build_tiny
 
 from accerl_mp.models.names import manifest
 from accerl_mp.models.units import Whole, iter_units, iter_weights
@@ -190,11 +193,31 @@ def test_half_of_a_fused_layer_is_pushed_with_the_other_half(engine: InferenceRu
 def test_two_hundred_pushes_lose_double_and_mislabel_no_token_and_leave_memory_flat(engine: InferenceRun) -> None:  # noqa: F811
     push_under_load(engine, "model.norm", num_pushes=200)
     # Without requests: they touch pages of the KV cache for the first time, which looks like growth.
-    before = _memory(engine)
+    _assert_flat(engine, "model.norm", trainable_only=True)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("staging", ["on", "off"])
+def test_a_hundred_pushes_of_a_whole_model_leave_memory_flat(tmp_path: Path, staging: str) -> None:
+    """8 MiB a push: one push that is kept, anywhere, in a hundred is seen."""
+    model = build_tiny(vocab_size=VOCABULARY, intermediate_size=4096)
+    with contextlib.closing(InferenceRun(tmp_path, model, sync_staging=staging, sync_bucket_mb=1)) as run:
+        run.connect()
+        run.push(0)
+        assert sum(parameter.nbytes for parameter in model.parameters()) > 6 << 20
+        for _ in range(10):
+            run.push(run.sync._version + 1)
+        _assert_flat(run, "", trainable_only=False)
+
+
+def _assert_flat(run: InferenceRun, part: str, *, trainable_only: bool) -> None:
+    before = _memory(run)
     for _ in range(100):
-        train_only(engine.model, "model.norm")
-        engine.push(engine.sync._version + 1, trainable_only=True)
-    grown = {name: (size - before[name]) / 2**20 for name, size in _memory(engine).items()}
+        train_only(run.model, part)
+        run.push(run.sync._version + 1, trainable_only=trainable_only)
+    grown = {name: (size - before[name]) / 2**20 for name, size in _memory(run).items()}
     assert max(grown.values()) < 8, f"MiB more after 100 pushes: {grown}"
 
 
@@ -239,6 +262,30 @@ def test_a_push_reaches_two_inference_processes_at_one_version_and_outlives_one(
             client = RequestClient(run, index=index)
             wait_until(lambda client=client: _is_right(run, client), 60)
             client.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_push_reaches_every_worker_of_one_engine(tmp_path: Path) -> None:
+    """--infer-tp-size 2: each worker is a member of the weight group, gets the whole model and keeps its part of it."""
+    with start_inference(tmp_path, infer_tp_size=2, inference_start_timeout_s=240.0) as run:
+        run.connect()
+        assert run.push(0).verified
+        load = Load(run, num_in_flight=6)
+        weights = {0: {name: tensor.clone() for name, tensor in run.model.state_dict().items()}}
+        for version in (1, 2, 3):
+            time.sleep(0.3)
+            train_only(run.model, "model.norm")
+            weights[version] = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+            assert run.push(version, trainable_only=True).verified
+        _check_replies(run, weights, *load.stop())
+        train_only(run.model, "")  # all of it: what each worker keeps a part of too
+        assert run.push(4, trainable_only=True).verified
+        client = RequestClient(run)
+        assert _is_right(run, client)
+        client.close()
+        assert "worker 1: weights are swapped" in run.log
 
 
 def _is_right(run: InferenceRun, client: RequestClient) -> bool:  # noqa: F811

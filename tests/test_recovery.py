@@ -1,5 +1,7 @@
 """vLLM is killed: while the trainer waits for its samples (a whole small run), and in the middle of a push."""
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -14,12 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_fixture import InferenceRun, RequestClient, greedy_of, start_inference
+from engine_fixture import VOCABULARY, InferenceRun, RequestClient, greedy_of, start_inference
 from games_fixture import games_dir  # noqa: F401
+from push_load import prompt_of, train_only
+from tiny import build_tiny
 
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.health import HealthTable
+from accerl_mp.weight_sync import patience, sender
+from accerl_mp.weight_sync.group import join_group
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parent.parent
@@ -107,6 +113,58 @@ def test_a_push_whose_receiver_is_killed_begins_again_with_its_successor(tmp_pat
         assert reply["ids"].tolist() == greedy_of(run.model, prompt, 12)
         assert not run.push(2, trainable_only=True).verified, "the second push of its group"
         client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_breaks", [1, 3])
+def test_without_staging_a_push_that_breaks_half_way_is_done_again_and_vllm_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_breaks: int
+) -> None:
+    """vLLM stands, half of its weights are new; nobody has died. What was being generated then goes on under the new version."""
+    monkeypatch.setattr(patience, "_DEATH_SHOWS_S", 0.5)
+    model = build_tiny(vocab_size=VOCABULARY, intermediate_size=4096)
+    with contextlib.closing(InferenceRun(tmp_path, model, verify_sync=50, sync_staging="off", sync_bucket_mb=1)) as run:
+        client = RequestClient(run)
+        run.connect()
+        run.push(0)
+        for seed in range(8):
+            client.send(prompt_of(seed), max_tokens=150)
+        train_only(run.model, "")
+        breaks = _break_sends(run, monkeypatch, num_breaks)
+        report = run.push(1)
+        assert (report.version, report.verified, breaks) == (1, True, [3] * num_breaks), "after two messages, on a group of its own each"
+        replies = [client.receive(60) for _ in range(8)]
+        assert all(reply is not None and reply["error"] is None for reply in replies)
+        assert {int(reply["versions"][-1]) for reply in replies} == {1}
+        assert client.ask(prompt_of(99), max_tokens=12, temperature=0.0)["ids"].tolist() == greedy_of(run.model, prompt_of(99), 12)
+        assert not run.push(2).verified, "the second push of its group"
+        client.close()
+
+
+def _break_sends(run: InferenceRun, monkeypatch: pytest.MonkeyPatch, num_breaks: int) -> list[int]:
+    """The third message of the next pushes does not get through. Fills the list with the number of the message that broke."""
+    breaks: list[int] = []
+
+    def spoilt(group: Any) -> None:
+        send, sent = group.send, itertools.count(1)
+
+        def broken(buffer: torch.Tensor) -> None:
+            number = next(sent)
+            if number == 3 and len(breaks) < num_breaks:
+                breaks.append(number)
+                raise RuntimeError("connection reset by peer")
+            send(buffer)
+
+        group.send = broken
+
+    def joined(*arguments: Any) -> Any:
+        group = join_group(*arguments)
+        spoilt(group)
+        return group
+
+    spoilt(run.sync._group)
+    monkeypatch.setattr(sender, "join_group", joined)
+    return breaks
 
 
 class _Supervisor(threading.Thread):

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from browser import dump_dom, needs_browser
 
 from accerl_mp.tools import report
 from accerl_mp.tools.report_charts import BOTTOM, HEIGHT, LEFT, MAX_POINTS, RIGHT, TOP, WIDTH, Chart, draw, shown, thinned
-from accerl_mp.tools.report_episodes import as_data, chosen
+from accerl_mp.tools.report_episodes import as_data, chosen, fitting
 from accerl_mp.tools.run_folder import RunFolder
 
 FINISHED = Path(__file__).parent / "finished_run"
@@ -170,13 +171,6 @@ def test_a_wrong_place_to_write_is_refused_by_name(run_dir: Path, capsys: pytest
     assert "--out" in capsys.readouterr().err
 
 
-def test_the_interval_of_a_win_rate() -> None:
-    # Wilson (1927), worked by hand: 45 of 60 at z = 1.96.
-    assert report.wilson(0.75, 60) == pytest.approx((0.6277, 0.8422), abs=2e-4)
-    assert report.wilson(0.0, 20)[0] == pytest.approx(0.0, abs=1e-12)
-    assert report.wilson(1.0, 20)[1] == pytest.approx(1.0)
-
-
 # Charts
 
 
@@ -236,6 +230,39 @@ def test_transcripts_are_spread_over_the_run() -> None:
     assert sorted(chosen(names[:5], 10)) == names[:5]
     assert [len(chosen(names, most)) for most in (0, 1, 2, 3, 500)] == [0, 1, 2, 3, 103]
     assert sum(name.startswith("eval") for name in chosen([f"eval-{i}" for i in range(50)] + names, 40)) == 20
+
+
+def test_long_episodes_make_fewer_not_a_page_that_opens_nowhere() -> None:
+    sizes = {f"train-{number:03d}": 1000 + 9000 * (number >= 50) for number in range(100)}
+    assert fitting(sizes, 40, 10**6) == chosen(list(sizes), 40)
+    picked = fitting(sizes, 40, 60_000)
+    assert 5 < len(picked) < 40
+    assert sum(sizes[name] for name in picked) <= 60_000
+    assert (picked[0], picked[-1]) == ("train-000", "train-099"), "still over the whole run"
+    assert len(fitting(sizes, 40, 1)) == 1
+    assert fitting({}, 40, 1) == []
+
+
+def test_half_a_letter_in_a_reply_or_a_name_is_no_error(run_dir: Path) -> None:
+    """A token can end within a letter; JSON then holds half a surrogate, which UTF-8 has not."""
+    name = next((run_dir / "episodes").glob("train-*.json"))
+    transcript = json.loads(name.read_text()) | {"game": "\ud83d", "last_observation": "\ud83d"}
+    name.write_text(json.dumps(transcript))
+    flags = json.loads((run_dir / "args.json").read_text()) | {"checkpoint_name": "\ud83d"}
+    (run_dir / "args.json").write_text(json.dumps(flags))
+    assert report.main([str(run_dir)]) == 0
+    (run_dir / "report.html").read_bytes().decode("utf-8")
+
+
+def test_a_full_disk_leaves_the_old_page_and_nothing_else(run_dir: Path) -> None:
+    """Files of at most 1 KiB."""
+    (run_dir / "report.html").write_text("old")
+    command = shlex.join([sys.executable, "-m", "accerl_mp.tools.report", str(run_dir)])
+    done = subprocess.run(["bash", "-c", f"ulimit -f 1; exec {command}"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "report.html: cannot be written (File too large)" in done.stderr
+    assert (run_dir / "report.html").read_text() == "old"
+    assert not list(run_dir.glob("*.new"))
 
 
 def test_a_token_shows_the_trainers_logprob_of_its_first_time() -> None:
@@ -315,6 +342,7 @@ def test_the_viewer_in_a_browser(run_dir: Path) -> None:
     transcript = json.loads((run_dir / "episodes" / f"{trained}.json").read_text())
     prompts = [text for turn in transcript["turns"] for text in turn["prompt_tokens"]]
     replies = [text for turn in transcript["turns"] for text in turn["tokens"]]
+    assert trained in browse(run_dir, "none")["start"]["episode"], "without a link: the first that was trained"
     found = browse(run_dir, trained)
     assert "error" not in found, found
     assert found["ready"] == "yes"

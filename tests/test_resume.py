@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -202,6 +201,15 @@ def test_two_ranks_go_on_as_four(saved: Path) -> None:
     check_equal(saved, "four")
 
 
+@pytest.mark.slow
+def test_three_ranks_go_on_as_two(tmp_path: Path) -> None:
+    """Nothing is a multiple of three here: each rank's shards have other sizes, some are empty."""
+    tiny.save_tiny(tmp_path / "model", "qwen3_moe", tied=False)
+    run_ranks(_save, 3, str(tmp_path))
+    run_ranks(_go_on, 2, str(tmp_path), "two")
+    check_equal(tmp_path, "two")
+
+
 @pytest.fixture
 def states(tmp_path: Path) -> Path:
     """A run folder with the states of steps 1 and 2, as recovery sees them."""
@@ -293,20 +301,51 @@ def test_a_run_is_started_again_for_a_dead_rank_and_not_for_ever() -> None:
     assert "died again before a round was trained" in restart_refusal(rank, num_restarts=1, most=3, has_trained=False)
 
 
+def evaluated(best: BestExport, folder: Path, eval_id: int, *, asked_at_step: int, began_at_step: int, win_rate: float) -> bool:
+    """One evaluation, from the question to the verdict. Whether its weights were exported."""
+    if takes := best.takes(eval_id):
+        best.candidate.mkdir(parents=True, exist_ok=True)
+        (best.candidate / "trainer_state.json").write_text(json.dumps({"optimizer_step": asked_at_step}))
+    best.judge(eval_id - 1)
+    report = {"eval_id": eval_id, "step": began_at_step, "time": time.time(), "Eval/WinRate": win_rate}
+    (folder / f"eval/step-{began_at_step:06d}.json").write_text(json.dumps(report))
+    best.judge(eval_id)
+    return takes
+
+
+def step_of_best(folder: Path) -> int:
+    return json.loads((folder / "checkpoints/best/trainer_state.json").read_text())["optimizer_step"]
+
+
 def test_the_best_export_is_that_of_the_evaluation_that_won_most(tmp_path: Path) -> None:
     (tmp_path / "eval").mkdir()
     best = BestExport(tmp_path / "checkpoints", tmp_path / "eval", rank=0, is_resumed=False)
     for eval_id, (win_rate, expected) in enumerate([(0.5, 1), (0.25, 1), (0.75, 3), (0.75, 4)], start=1):
-        assert best.takes(eval_id)
-        assert not best.takes(eval_id + 1), "its result is still to come"
-        best.candidate.mkdir(parents=True)
-        (best.candidate / "trainer_state.json").write_text(json.dumps({"optimizer_step": eval_id}))
-        best.judge(eval_id - 1)
-        report = {"eval_id": eval_id, "time": time.time(), "Eval/WinRate": win_rate}
-        (tmp_path / "eval" / f"step-{eval_id:06d}.json").write_text(json.dumps(report))
-        best.judge(eval_id)
-        state = json.loads((tmp_path / "checkpoints/best/trainer_state.json").read_text())
-        assert state["optimizer_step"] == expected
-        shutil.rmtree(best.candidate, ignore_errors=True)
+        assert evaluated(best, tmp_path, eval_id, asked_at_step=eval_id, began_at_step=eval_id, win_rate=win_rate)
+        assert step_of_best(tmp_path) == expected
     mark = json.loads((tmp_path / "eval/best.json").read_text())
     assert (mark["optimizer_step"], mark["Eval/WinRate"], mark["eval_file"]) == (4, 0.75, "step-000004.json")
+
+
+def test_an_evaluation_that_began_later_says_nothing_about_the_weights_it_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    best = BestExport(tmp_path / "checkpoints", tmp_path / "eval", rank=0, is_resumed=False)
+    assert evaluated(best, tmp_path, 1, asked_at_step=2, began_at_step=2, win_rate=0.5)
+    assert evaluated(best, tmp_path, 2, asked_at_step=4, began_at_step=6, win_rate=1.0), "ingest was killed, and began it anew"
+    assert step_of_best(tmp_path) == 2
+    assert not best.takes(4), "the third is still played: the fourth begins when other weights are in use"
+    assert evaluated(best, tmp_path, 3, asked_at_step=8, began_at_step=8, win_rate=0.75)
+    assert step_of_best(tmp_path) == 8
+
+
+@pytest.mark.parametrize("spoilt", ["eval_id", "time"])
+def test_a_report_of_an_earlier_start_at_the_same_step_is_not_this_evaluations(tmp_path: Path, spoilt: str) -> None:
+    (tmp_path / "eval").mkdir()
+    best = BestExport(tmp_path / "checkpoints", tmp_path / "eval", rank=0, is_resumed=True)
+    assert best.takes(1)
+    best.candidate.mkdir(parents=True)
+    (best.candidate / "trainer_state.json").write_text(json.dumps({"optimizer_step": 2}))
+    report = {"eval_id": 1, "step": 2, "time": time.time(), "Eval/WinRate": 1.0} | {spoilt: 0}
+    (tmp_path / "eval/step-000002.json").write_text(json.dumps(report))
+    best.judge(1)
+    assert not (tmp_path / "checkpoints/best").exists()

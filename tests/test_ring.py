@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from ring_peer import GROUP_SIZE, checksum_of, group_of
 from sample_factory import assert_same, make_group, make_sample
 
 from accerl_mp.transport import ring_memory as at
-from accerl_mp.transport.codec import decode_bodies, encode_samples, sample_size_bytes
+from accerl_mp.transport.codec import decode_group, encode_group, encode_samples
 from accerl_mp.transport.ring import RingReader, SharedRing
 from accerl_mp.transport.ring_memory import PAGE_BYTES, RingBusy, RingError
 from accerl_mp.transport.ring_writer import RingWriter
@@ -67,8 +68,7 @@ def test_a_group_comes_out_as_it_went_in(path):
 def test_a_group_that_came_encoded_goes_in_as_it_came(path, num_tokens):
     writer, reader = open_ring(path, size_bytes=4 << 20)
     group = make_group(7, 3, num_tokens=num_tokens)
-    samples, bodies = decode_bodies(encode_samples(group))
-    assert writer.try_put_group(samples, bodies)
+    assert writer.try_put_group(decode_group(*encode_samples(group)))
     for sample, record in zip(group, reader.ready(), strict=True):
         assert_same(sample, reader.read(record))
 
@@ -76,11 +76,52 @@ def test_a_group_that_came_encoded_goes_in_as_it_came(path, num_tokens):
 def test_a_body_that_changed_on_its_way_into_the_ring_is_torn(path):
     """Its checksum is the one that was made beside the sample."""
     writer, reader = open_ring(path)
-    header, frame = encode_samples([make_sample(group_id=1)])
-    samples, bodies = decode_bodies([header, frame])
-    writer.try_put_group(samples, [bodies[0]._replace(data=bytes([frame[0] ^ 1]) + frame[1:])])
+    group = encode_group([make_sample(group_id=1)])
+    group.body[40] ^= 1
+    writer.try_put_group(group)
     assert reader.read(reader.ready()[0]) is None
     assert reader.counters()["torn"][0] == 1
+
+
+def test_a_record_of_another_group_in_the_pages_is_torn(path):
+    """Whole and valid, but not what the slot says."""
+    writer, reader = open_ring(path)
+    for number in (1, 2):
+        writer.try_put_group([make_sample(number, group_id=number)])
+    first, second = reader.ready()
+    pages = [int(reader.memory.slots[record.slot, at.FIRST_PAGE]) for record in (first, second)]
+    reader.memory.arena[pages[0]] = reader.memory.arena[pages[1]]
+    assert [sample is None for sample in reader.read_all([first, second])] == [True, False]
+    assert reader.counters()["torn"] == (1, first.num_tokens)
+
+
+def test_many_are_read_at_once_in_the_order_they_are_asked_for(path):
+    writer, reader = open_ring(path, 32)
+    groups = [make_group(number, 4) for number in range(5)]
+    for group in groups:
+        assert writer.try_put_group(group)
+    wanted = random.Random(0).sample(reader.ready(), 13)
+    for record, sample in zip(wanted, reader.read_all(wanted), strict=True):
+        assert_same(sample, groups[record.group_id][record.sequence - record.group_first])
+
+
+def test_a_group_keeps_its_pages_while_one_of_its_samples_is_live(path):
+    writer, reader = open_ring(path, capacity=12, size_bytes=1 << 20)
+    writer.try_put_group(make_group(0, 4, num_tokens=300))
+    size_bytes = encode_group(make_group(0, 4, num_tokens=300)).size_bytes
+    taken = at.pages_for(size_bytes) * PAGE_BYTES
+    all_free = writer.memory.num_pages * PAGE_BYTES
+    *others, last = reader.ready()
+    for record in others:
+        reader.release(record, "trained")
+    assert (writer.free_bytes, writer.free_slots) == (all_free - taken, 11)
+    writer.try_put_group(make_group(1, 3))
+    writer.close()
+    writer = SharedRing.attach_writer(path)
+    assert_same(reader.read(last), make_group(0, 4, num_tokens=300)[-1])
+    release_all(reader)
+    assert writer.try_put_group(make_group(2, 12))
+    assert len(reader.ready()) == 12
 
 
 def test_records_over_scattered_pages_come_out_whole(path):
@@ -93,7 +134,7 @@ def test_records_over_scattered_pages_come_out_whole(path):
     large = make_sample(99, num_tokens=1500, group_id=99)
     assert writer.try_put_group([large])
     record = reader.ready()[-1]
-    assert not at.is_run(reader.memory.pages_of(reader.memory.slots[record.slot]))
+    assert len(at.runs_of(reader.memory.pages_of(reader.memory.slots[record.slot]))) > 1
     assert_same(large, reader.read(record))
 
 
@@ -104,6 +145,27 @@ def test_the_last_sequence_changes_with_every_put(path):
         writer.try_put_group(make_group(number, 2))
         seen.append(reader.last_sequence)
     assert len(set(seen)) == 4
+
+
+def test_a_put_wakes_the_reader_that_sleeps(path):
+    """Also from another process, and also where the put came before the sleep; else the limit ends it."""
+    writer, reader = open_ring(path)
+    writer.try_put_group(make_group(0, 2))
+    started = time.monotonic()
+    reader.sleep(reader.last_sequence - 2, 60.0)
+    for number in range(1, 4):
+        sleeper = threading.Thread(target=reader.sleep, args=(reader.last_sequence, 60.0))
+        sleeper.start()
+        time.sleep(0.05)
+        writer.try_put_group(make_group(number, 2))
+        sleeper.join(60)
+    writer.close()
+    process = start("write", path, 5, 1)
+    reader.sleep(reader.last_sequence, 60.0)
+    assert reader.ready()[-1].group_id == 5
+    assert time.monotonic() - started < 60, "no limit was waited for"
+    process.wait(30)
+    reader.sleep(reader.last_sequence, 0.01)
 
 
 def test_a_read_sample_is_a_private_copy(path):
@@ -138,7 +200,7 @@ def test_a_full_ring_takes_nothing_and_loses_nothing(path):
 def test_room_is_counted_in_bytes_too(path):
     writer, reader = open_ring(path, capacity=4, size_bytes=8 * PAGE_BYTES)
     large = make_sample(num_tokens=1100, group_id=1)  # 31 kB: 8 pages
-    assert sample_size_bytes(large) > 7 * PAGE_BYTES
+    assert at.pages_for(encode_group([large]).size_bytes) == 8
     assert writer.try_put_group([large])
     assert writer.free_bytes == 4 * PAGE_BYTES
     assert not writer.try_put_group([make_sample(num_tokens=1100, group_id=2)])
@@ -154,7 +216,7 @@ def test_pages_never_fragment(path):
     rng = random.Random(1)
     for number in range(300):
         sample = make_sample(number, num_tokens=rng.choice([20, 300, 900, 1500]), group_id=number)
-        needs = at.pages_for(sample_size_bytes(sample)) * PAGE_BYTES
+        needs = at.pages_for(encode_group([sample]).size_bytes) * PAGE_BYTES
         fits = writer.free_slots > 0 and writer.free_bytes >= needs
         assert writer.try_put_group([sample]) == fits
         ready = reader.ready()
@@ -281,18 +343,20 @@ def test_a_record_that_changes_while_it_is_copied_is_lost_not_trained(path):
     assert reader.counters()["lost"][0] == 1
 
 
-def test_a_torn_record_is_counted_and_skipped_for_good(path):
+def test_a_torn_group_is_counted_and_skipped_for_good(path):
     writer, reader = open_ring(path)
-    writer.try_put_group(make_group(0, 3))
-    torn = reader.ready()[1]
-    reader.memory.arena[reader.memory.slots[torn.slot, at.FIRST_PAGE], 100] ^= 1
-    assert reader.read(torn) is None
-    assert reader.counters()["torn"] == (1, torn.num_tokens)
-    assert [record.sequence for record in reader.ready()] == [torn.sequence - 1, torn.sequence + 1]
-    reader.release(torn, "torn")
-    assert reader.counters()["torn"][0] == 1, "a second release changes nothing"
-    assert all(reader.read(record) for record in reader.ready())
-    writer.try_put_group(make_group(1, 14))
+    for number in range(3):
+        writer.try_put_group(make_group(number, 3))
+    torn = [record for record in reader.ready() if record.group_id == 1]
+    reader.memory.arena[reader.memory.slots[torn[1].slot, at.FIRST_PAGE], 700] ^= 1
+    assert reader.read_all(torn[1:]) == [None, None]
+    assert reader.counters()["torn"] == (2, sum(record.num_tokens for record in torn[1:]))
+    assert reader.read(torn[0]) is None, "no sample of it can be told from a damaged one"
+    assert groups_of(reader) == [0, 2]
+    reader.release(torn[0], "torn")
+    assert reader.counters()["torn"][0] == 3, "a second release changes nothing"
+    assert all(reader.read_all(reader.ready()))
+    writer.try_put_group(make_group(3, 10))
     assert writer.num_live == 16
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from fake_peers import Answer, FakeInference, FakeIngest, Ledger, make_deals, re
 from games_fixture import games_dir  # noqa: F401
 
 from accerl_mp.config import Config
+from accerl_mp.launcher.sweep import sweep
 from accerl_mp.rollout.client import InferenceClient, InferenceError
 from accerl_mp.rollout.guard import Step, StepGuard
 from accerl_mp.rollout.loop_timer import LoopTimer
@@ -41,7 +41,7 @@ def paths(tmp_path: Path) -> Iterator[RunPaths]:
     paths = RunPaths(tmp_path)
     sockets.make_folder(paths)
     yield paths
-    shutil.rmtree(paths.sockets)
+    sweep(paths)
 
 
 def says(text: str, **fields: Any) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from accerl_mp.samples import ARRAY_FIELDS, RLSample, SampleError, validate_all
+from accerl_mp.samples import ARRAY_FIELDS, FLOAT_FIELDS, RLSample, SampleError, joined_hold
+from accerl_mp.transport.codec import decode_samples, encode_samples
 
 
 def good() -> RLSample:
@@ -96,14 +97,19 @@ def test_each_rule_names_its_field(field: str, change: Callable[[RLSample], None
     assert error.value.field == field
 
 
+def check_joined(samples: list[RLSample]) -> None:
+    """As at every hop: joined, by the codec."""
+    decode_samples(encode_samples(samples))
+
+
 @BROKEN_RULES
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_each_rule_is_found_among_joined_samples(field: str, change: Callable[[RLSample], None], place: int) -> None:
     samples = [good() for _ in range(3)]
-    validate_all(samples)
+    check_joined(samples)
     change(samples[place])
     with pytest.raises(SampleError) as error:
-        validate_all(samples)
+        check_joined(samples)
     assert error.value.field == field
 
 
@@ -122,25 +128,38 @@ def trains_at(places: list[int], response_ids: list[int]) -> RLSample:
 
 def test_joined_samples_that_hide_each_others_faults_are_found() -> None:
     """The second has the trained token that the first one lacks: joined, every array fits."""
-    validate_all([trains_at([3], [40]), trains_at([3, 4, 5], [40, 41, 8])])
+    check_joined([trains_at([3], [40]), trains_at([3, 4, 5], [40, 41, 8])])
     with pytest.raises(SampleError, match="response_ids"):
-        validate_all([trains_at([3], [40, 40]), trains_at([3, 4, 5], [41, 8])])
+        check_joined([trains_at([3], [40, 40]), trains_at([3, 4, 5], [41, 8])])
 
 
 def test_a_first_token_that_trains_is_found_among_joined_samples() -> None:
     with pytest.raises(SampleError, match="index 0 untrained"):
-        validate_all([good(), trains_at([0, 3], [5, 40])])
+        check_joined([good(), trains_at([0, 3], [5, 40])])
 
 
-def test_no_samples_and_long_ones_are_validated_too() -> None:
-    validate_all([])
-    long = good()
-    for name in ARRAY_FIELDS:
-        setattr(long, name, np.tile(getattr(long, name), 4000))
-    validate_all([long])
-    long.old_logprobs[9] = np.nan
-    with pytest.raises(SampleError, match="old_logprobs"):
-        validate_all([long])
+def test_what_each_sample_allows_its_group_allows_too() -> None:
+    """And the other way round: the joined check is the same rule."""
+    rng = np.random.default_rng(0)
+    verdicts = []
+    for _ in range(300):
+        samples = [trains_at([3, 4], [40, 41]) for _ in range(int(rng.integers(1, 4)))]
+        for _ in range(int(rng.integers(0, 3))):
+            array = getattr(samples[rng.integers(len(samples))], str(rng.choice(list(ARRAY_FIELDS))))
+            array[rng.integers(len(array))] = rng.choice([0, 1, -100, 40])
+        arrays = [np.concatenate([getattr(sample, name) for sample in samples]) for name in ARRAY_FIELDS]
+        floats = np.stack([arrays[list(ARRAY_FIELDS).index(name)] for name in FLOAT_FIELDS])
+        verdicts.append(joined_hold(arrays, floats, list(map(len, samples)), [sample.num_trained for sample in samples]))
+        assert verdicts[-1] == all(map(is_valid, samples))
+    assert 50 < sum(verdicts) < 250
+
+
+def is_valid(sample: RLSample) -> bool:
+    try:
+        sample.validate()
+    except SampleError:
+        return False
+    return True
 
 
 def test_a_sample_that_trains_nothing_is_refused() -> None:

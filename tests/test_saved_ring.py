@@ -66,10 +66,12 @@ def save(folder: Path, ranks: list[Rank], *, version: int = 5) -> Start:
     return Start(str(folder), first_version=version + 3)
 
 
-def restored(folder: Path, start: Start, num_ranks: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[Rank]:
+def restored(
+    folder: Path, start: Start, num_ranks: int, monkeypatch: pytest.MonkeyPatch, *, run: str = "run", **options: Any
+) -> list[Rank]:
     monkeypatch.setattr(RunPaths, "ring", lambda self, rank: self.run_dir / f"ring-{rank}")
-    (folder / "run").mkdir(exist_ok=True)
-    paths, config = RunPaths(folder / "run"), config_for(folder, fsdp_world_size=num_ranks, **(CAPACITY | options))
+    (folder / run).mkdir(exist_ok=True)
+    paths, config = RunPaths(folder / run), config_for(folder, fsdp_world_size=num_ranks, **(CAPACITY | options))
     make_rings(paths, config, start, FlopsEstimate())
     assert sorted(path.name for path in paths.run_dir.iterdir()) == [f"ring-{rank}" for rank in range(num_ranks)]
     return [Rank(paths.ring(rank)) for rank in range(num_ranks)]
@@ -99,6 +101,76 @@ def test_a_cut_leaves_out_what_is_committed_after_it_began(two: list[Rank]) -> N
     two[0].put(9)  # after the cut, and not yet noted as dealt
     assert cut_ring(two[0].reader).next_number == 10, "a group that is done was dealt, whatever the note says"
     for rank in two:
+        rank.close()
+
+
+class Interrupted:
+    """A reader beside which ingest commits a group once the cut has begun."""
+
+    def __init__(self, rank: Rank, group_id: int) -> None:
+        self._rank, self._group_id = rank, group_id
+        self.memory, self.ready, self.read_all = self, rank.reader.ready, rank.reader.read_all
+
+    @property
+    def writer(self) -> np.ndarray:
+        return self._rank.reader.memory.writer
+
+    @property
+    def recent(self) -> np.ndarray:
+        self._rank.writer.next_number = self._group_id + 1
+        self._rank.put(self._group_id)
+        return self._rank.reader.memory.recent
+
+    @property
+    def next_number(self) -> int:
+        return self._rank.reader.next_number
+
+
+def test_a_group_that_is_committed_during_a_cut_is_dealt_again(two: list[Rank]) -> None:
+    """Neither in the rings of the next start nor among what is done there."""
+    cut = cut_ring(Interrupted(two[0], 9))  # type: ignore[arg-type]
+    assert two[0].writer.has_group(9)
+    assert ([group.group_id for group in cut.groups], sorted(cut.done), cut.next_number) == ([1, 5], [0, 1, 2, 5], 10)
+    for rank in two:
+        rank.close()
+
+
+def test_a_group_of_which_nothing_is_gone_is_begun_once_it_was_used(two: list[Rank]) -> None:
+    """With reuse a sample stays after its training."""
+    two[0].reader.mark_used(next(record for record in two[0].reader.ready() if record.group_id == 5))
+    assert {group.group_id: group.is_started for group in cut_ring(two[0].reader).groups} == {1: True, 5: True}
+    for rank in two:
+        rank.close()
+
+
+def test_what_is_too_much_for_its_own_ring_goes_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [Rank(tmp_path / f"old-{index}") for index in range(2)]
+    ranks[0].put(0, 2)
+    ranks[1].put(1)
+    ranks[1].put(2)
+    ranks[0].writer.next_number = 3
+    new = restored(tmp_path, save(tmp_path / "state", ranks), 2, monkeypatch, replay_capacity=6)
+    assert [sorted({entry[0] for entry in rank.content()}) for rank in new] == [[0, 2], [1]]
+    for rank in [*ranks, *new]:
+        rank.close()
+
+
+def test_what_was_begun_comes_first_and_is_never_dealt_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the groups 0 to 3 the last two were half trained. Where only one of them finds room, the other is done without its rest."""
+    ranks = [Rank(tmp_path / f"old-{index}") for index in range(2)]
+    for group_id in range(4):
+        ranks[group_id % 2].put(group_id)
+    for group_id in (2, 3):
+        ranks[group_id % 2].release(group_id, 2)
+    ranks[0].writer.next_number = 4
+    new = restored(tmp_path, save(tmp_path / "state", ranks), 1, monkeypatch, replay_capacity=4)
+    assert {entry[0] for entry in new[0].content()} == {2, 3}
+    assert new[0].writer.recent_group_ids == {2, 3}, "the others are dealt again"
+    new[0].close()
+    fewer = restored(tmp_path, save(tmp_path / "again", ranks), 1, monkeypatch, run="fewer", replay_capacity=3)
+    assert {entry[0] for entry in fewer[0].content()} == {2}
+    assert fewer[0].writer.recent_group_ids == {2, 3}
+    for rank in [*ranks, *fewer]:
         rank.close()
 
 
@@ -157,6 +229,9 @@ def test_an_ingest_killed_while_it_restores_leaves_its_successor_the_same(
     for rank in first:
         rank.close()
     os.rename(tmp_path / "run/ring-1", tmp_path / "run/ring-1.restored")
+    half = Rank(tmp_path / "run/ring-1.restored")
+    half.put(99)
+    half.close()
     second = restored(tmp_path, start, 2, monkeypatch)
     assert [rank.content() for rank in second] == expected
     for rank in two + second:

@@ -56,6 +56,19 @@ def test_the_loss_falls_in_every_train_mode(train_mode: str, capsys: pytest.Capt
     assert sum(losses[-4:]) < 0.6 * sum(losses[:4])
 
 
+def test_snapshots_outlive_the_last_save(tmp_path: Path) -> None:
+    """Each with the weights of its own step."""
+    out = tmp_path / "made" / "model"
+    flags = ["--train-mode", "lm_head", "--max-steps", "4", "--grad-accum-steps", "1", "--save-steps", "1", "3", "--out", str(out)]
+    assert sft.main([*FLAGS, *flags]) == 0
+    folders = [out.with_name("model-step-1"), out.with_name("model-step-3"), out]
+    assert sorted(out.parent.iterdir()) == sorted(folders)
+    heads = [load_file(folder / "model.safetensors")["model.embed_tokens.weight"] for folder in folders]
+    assert not torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[1], heads[2])
+    assert all((folder / "tokenizer.json").is_file() for folder in folders)
+
+
 @pytest.mark.timeout(300)
 def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
     """Two micro-steps of one rank are one of two ranks: the same 4 updates, and a rest of one micro-step that is dropped.
@@ -86,5 +99,21 @@ def test_every_flag_of_the_references_local_trainer() -> None:
     defaults = sft.parse_args(["--model-path", "m"])
     assert (defaults.train_mode, defaults.max_length, defaults.batch_size, defaults.max_steps) == ("lm_head", 128, 2, 1000)
     assert (defaults.learning_rate, defaults.weight_decay, defaults.grad_accum_steps, defaults.seed) == (1e-5, 0.0, 2, 42)
-    with pytest.raises(SystemExit):
-        sft.parse_args(["--model-path", "m", "--batch-size", "0"])
+
+
+def test_all_that_cannot_be_trained_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model-path", "nowhere", "--batch-size", "0", "--learning-rate", "nan", "--min-lr-ratio", "2", "--walks", "none"]
+    words += ["--save-steps", "3", "--device", "quantum:0", "--seed", "-1"]
+    assert sft.main(words) == 2
+    shown = capsys.readouterr().err
+    for part in (
+        "--model-path nowhere",
+        "--batch-size",
+        "--learning-rate",
+        "--min-lr-ratio",
+        "--walks",
+        "--save-steps",
+        "--device",
+        "--seed",
+    ):
+        assert f"- {part}" in shown

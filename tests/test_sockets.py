@@ -6,6 +6,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgpack
@@ -16,6 +17,7 @@ from sample_factory import make_record
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import MESSAGES, MessageError, MetricsReceiver, MetricsSender, pack, pack_ask, unpack
+from accerl_mp.transport.loop import LoopSocket, run_loop
 
 
 @pytest.fixture
@@ -121,6 +123,85 @@ def test_async_sockets_work_alike(paths):
         return request
 
     assert asyncio.run(talk()) == [b"rollout/0", b"prompt"]
+
+
+@pytest.mark.parametrize("run", [asyncio.run, run_loop], ids=["asyncio", "run_loop"])
+@pytest.mark.timeout(60)
+def test_no_message_is_left_lying_in_a_socket_of_a_loop(paths, context, run):
+    """Bursts both ways, sends between two arrivals, a pause after each burst: what zmq took note of during a send wakes nobody."""
+    num_rounds, burst = 60, 100
+    clients = [f"rollout/{number}" for number in range(3)]
+
+    async def talk() -> None:
+        loop, asked, answered = asyncio.get_running_loop(), [], {name: [] for name in clients}
+        done = loop.create_future()
+
+        def serve(frames: list[bytes]) -> None:
+            asked.append(frames)
+            server.send(*frames)
+
+        def take(name: str, frames: list[bytes]) -> None:
+            answered[name].append(int(frames[0]))
+            if sum(map(len, answered.values())) == num_rounds * burst * len(clients) and not done.done():
+                done.set_result(None)
+
+        server = LoopSocket(sockets.bind_router(context, paths, channels.REQUESTS), serve)
+        dealers = {
+            name: LoopSocket(sockets.connect_dealer(context, paths, channels.REQUESTS, identity=name), partial(take, name))
+            for name in clients
+        }
+        for start in range(0, num_rounds * burst, burst):
+            for number in range(start, start + burst):
+                for dealer in dealers.values():
+                    assert dealer.send(b"%d" % number)
+            until = loop.time() + 10
+            while any(len(numbers) < start + burst for numbers in answered.values()) and start % (10 * burst) == 0:
+                assert loop.time() < until, "a message lies in a socket"
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
+        await asyncio.wait_for(done, 30)
+        assert all(numbers == list(range(num_rounds * burst)) for numbers in answered.values())
+        for socket in (server, *dealers.values()):
+            socket.close()
+
+    run(talk())
+
+
+def test_a_closed_socket_of_a_loop_hands_nothing_on_and_one_without_a_peer_says_when_it_is_full(paths, context):
+    async def talk() -> None:
+        taken: list[list[bytes]] = []
+        router = sockets.bind_router(context, paths, channels.REQUESTS)
+        dealer = LoopSocket(sockets.connect_dealer(context, paths, channels.REQUESTS, identity="rollout/0"), taken.append)
+        dealer.send(b"hello")
+        identity = await asyncio.to_thread(receive, router)
+        router.send_multipart([identity[0], b"late"])
+        await asyncio.to_thread(time.sleep, 0.2)
+        dealer.close()
+        before = list(taken)
+        await asyncio.sleep(0.05)
+        assert taken == before
+        lonely = LoopSocket(sockets.connect_dealer(context, paths, channels.REQUESTS, identity="rollout/1", index=7), taken.append)
+        assert not all(lonely.send(b"x") for _ in range(20_000))
+        lonely.close()
+
+    asyncio.run(talk())
+
+
+def test_a_fault_in_who_takes_the_messages_is_not_swallowed(paths, context):
+    async def talk() -> None:
+        def fails(frames: list[bytes]) -> None:
+            raise KeyError(frames[-1])
+
+        server = LoopSocket(sockets.bind_router(context, paths, channels.REQUESTS), fails)
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+        client = LoopSocket(sockets.connect_dealer(context, paths, channels.REQUESTS, identity="rollout/0"), lambda _frames: None)
+        client.send(b"prompt")
+        for _ in range(500):
+            server.check()
+            await asyncio.sleep(0.01)
+
+    with pytest.raises(KeyError, match="prompt"):
+        asyncio.run(talk())
 
 
 EXAMPLES = {int: 3, str: "text", bytes: b"\x00\x01", list: [1, 2], dict: {"a": 1}, (int, float): 0.5, (str, type(None)): None}

@@ -36,9 +36,9 @@ print("afterwards")
 """
 
 
-def on_terminal(**variables: str) -> str:
+def on_terminal(code: str = CODE, columns: int = 100, **variables: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM")} | {"PYTHONPATH": str(ROOT)}
-    child = pexpect.spawn(sys.executable, ["-c", CODE], env=environment | variables, encoding="utf-8", timeout=60, dimensions=(30, 100))
+    child = pexpect.spawn(sys.executable, ["-c", code], env=environment | variables, encoding="utf-8", timeout=60, dimensions=(30, columns))
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0, child.before
@@ -78,4 +78,43 @@ def test_what_libraries_print_is_in_the_log_and_its_end_is_shown_when_they_fail(
         assert (done.returncode, done.stdout, done.stderr) == (0, "afterwards\n", "ours\n")
     else:
         assert done.returncode == 1
-        assert "    its child talks" in done.stderr
+        assert "    RuntimeError: no memory" in done.stderr
+
+
+def test_a_table_that_is_too_wide_becomes_lines_and_loses_no_number() -> None:
+    header = ["", "win rate", "normalised score"]
+    code = f"""
+from accerl_mp.tools.terminal import Terminal
+Terminal().table("title", {header}, [["model (step 20), T 1", "0.50 [0.25, 0.75]", "0.61 [0.40, 0.80]"], ["b", "1", "2"]])
+"""
+    wide = on_terminal(code, columns=80, TERM="xterm").splitlines()
+    assert [line for line in wide if "model" in line and "0.61 [0.40, 0.80]" in line]
+    narrow = [line.rstrip() for line in on_terminal(code, columns=40, TERM="xterm").splitlines()]
+    assert narrow[narrow.index("model (step 20), T 1") :][:3] == [
+        "model (step 20), T 1",
+        "  win rate          0.50 [0.25, 0.75]",
+        "  normalised score  0.61 [0.40, 0.80]",
+    ]
+
+
+def test_what_a_game_says_does_not_steer_the_terminal_and_any_encoding_shows_it() -> None:
+    code = """
+from accerl_mp.tools.terminal import Terminal
+terminal = Terminal()
+terminal.say("a game: \\x1b[2J\\x07 caf\\u00e9")
+terminal.table("title", ["", "n"], [["\\x1b]0;owned\\x07 caf\\u00e9", "1"]])
+"""
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    for variables in ({}, ascii_only):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        for shown in (done.stdout, done.stderr):
+            assert "caf" in shown
+            assert not re.search(r"[\x00-\x08\x0b-\x1f]", shown)

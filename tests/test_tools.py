@@ -1,8 +1,14 @@
 """The tools: games from a seed, walks, the tiny model with its tokenizer, warm start."""
 
 import json
+import os
 import random
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +23,7 @@ from accerl_mp.tools import game_files, gguf_model, make_games, make_model, sft,
 from accerl_mp.tools.chat import load_chat
 from accerl_mp.tools.renaming import draw_renaming, made_up_words, name_words, renamer
 from accerl_mp.tools.warm_start import MISTAKE, PROMPT, REPLY, UNTRAINED, Batches, WalkExamples
+from tests.sessions import processes_of, wait_until_gone
 
 SEED = 5
 
@@ -218,6 +225,71 @@ def test_settings_that_a_kind_has_not_are_refused(tmp_path: Path, capfd: pytest.
         assert make_games.main(["--out", str(tmp_path / "out"), *words]) == 2
         assert message in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_all_that_cannot_be_made_is_said_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--seed", "-1", "--processes", "0", "--split", "train=2", "--split", "train=1", "--split", "../x=1", "--size", "large"]
+    assert make_games.main(["--out", f"{__file__}/games", *words]) == 2
+    shown = capfd.readouterr().err
+    for part in ("is a file", "--seed", "--processes", "train is there twice", "--split ../x=1", "no effect on --kind quest"):
+        assert part in shown
+    assert make_games.main(["--out", str(tmp_path), "--num-train", "0", "--num-heldout", "0"]) == 2
+    assert "there is nothing to make" in capfd.readouterr().err
+    assert make_games.main(["--check", str(tmp_path / "nowhere")]) == 2
+    assert make_games.main(["--check", str(tmp_path), "--game-pattern", ""]) == 2
+
+
+def test_games_are_never_made_beside_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """They are found by their folder: those of an earlier call would be played too."""
+    words = ["--out", str(tmp_path / "a"), "--split", "train=2"]
+    assert make_games.main(words) == 0
+    assert make_games.main([*words, "--seed", "2"]) == 2
+    assert "were made otherwise" in capfd.readouterr().err
+    made = sorted((tmp_path / "a").glob("*/*"))
+    # As a call leaves it that was ended: games, no manifest.
+    (tmp_path / "a/manifest.json").unlink()
+    assert make_games.main([*words[:-1], "train=1"]) == 0
+    assert sorted((tmp_path / "a").glob("*/*")) == [path for path in made if "train-0000" in path.name]
+    (tmp_path / "b/train").mkdir(parents=True)
+    shutil.copy(made[1], tmp_path / "b/train/mine.z8")
+    assert make_games.main(["--out", str(tmp_path / "b"), "--split", "train=1"]) == 2
+    assert "holds other games (train/mine.z8)" in capfd.readouterr().err
+    assert (tmp_path / "b/train/mine.z8").is_file()
+
+
+def start_making(out: Path) -> subprocess.Popen:
+    """Many games, until the first of them is there."""
+    command = [sys.executable, "-m", "accerl_mp.tools.make_games", "--out", str(out), "--num-train", "400", "--processes", "2"]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not list(out.glob("train/*.z8")) and running.poll() is None:
+        time.sleep(0.05)
+    return running
+
+
+def test_making_games_ends_with_ctrl_c_and_leaves_no_process_when_it_is_killed(tmp_path: Path) -> None:
+    running = start_making(tmp_path / "a")
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    shown = running.communicate(timeout=60)[1]
+    assert running.returncode == 130
+    assert "make_games: stopped; there is no manifest.json" in shown
+    assert "Traceback" not in shown
+    assert wait_until_gone(running.pid) == []
+    running = start_making(tmp_path / "b")
+    assert len(processes_of(running.pid)) >= 3
+    running.kill()
+    running.communicate(timeout=60)
+    assert wait_until_gone(running.pid) == []
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """Files of at most 256 KiB: no game fits."""
+    command = shlex.join([sys.executable, "-m", "accerl_mp.tools.make_games", "--out", str(tmp_path), "--num-train", "2"])
+    done = subprocess.run(["bash", "-c", f"ulimit -f 256; exec {command}"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "make_games: a game could not be compiled (is the disk full?)" in done.stderr.splitlines()[-1]
+    assert "the same command begins anew" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "manifest.json").exists()
 
 
 def test_a_kind_that_runs_out_of_different_games_says_how_many_there_are() -> None:

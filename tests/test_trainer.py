@@ -317,8 +317,10 @@ def test_a_bad_step_is_skipped_and_too_many_stop_the_run(folder: Path, ranks: Ra
     totals = LocalTotals.of(samples)
     assert stepper.run([samples], totals, step=0, version=0).is_bad
     assert stepper.run([samples], totals, step=1, version=0).is_bad
+    stepper.check_bad_steps()
+    assert stepper.run([samples], totals, step=2, version=0).is_bad
     with pytest.raises(BadStepsError, match="--max-bad-steps 3"):
-        stepper.run([samples], totals, step=2, version=0)
+        stepper.check_bad_steps()
     for old, parameter in zip(before, model.parameters(), strict=True):
         assert torch.equal(old.nan_to_num(7.0), parameter.to_local().nan_to_num(7.0))
 

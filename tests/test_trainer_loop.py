@@ -4,9 +4,11 @@ Everything but vLLM is real: process entries, board, health table, rings, gloo, 
 that writes down what it was asked.
 """
 
+import contextlib
 import json
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -31,7 +33,8 @@ from accerl_mp.transport.errors import Closed
 from accerl_mp.transport.health import HealthTable
 from accerl_mp.transport.process import run_process
 from accerl_mp.transport.ring import SharedRing
-from accerl_mp.weight_sync.sender import PushReport, WeightSync
+from accerl_mp.weight_sync.report import PushReport
+from accerl_mp.weight_sync.sender import WeightSync
 
 NAMES = ["trainer/0", "trainer/1", "inference/0"]
 
@@ -83,6 +86,21 @@ class StoppedSync(RecordingSync):
         return super().finish_push()
 
 
+class StoppedAtOnceSync(RecordingSync):
+    """The run is asked to end in its first push."""
+
+    def finish_push(self) -> PushReport:
+        raise Closed("asked to stop in a push")
+
+
+class BlindSync(RecordingSync):
+    """Verifies nothing: whatever the weights have become, the run goes on."""
+
+    def finish_push(self) -> PushReport:
+        self._note(f"finish {self._version}")
+        return PushReport(version=self._version)
+
+
 class Run:
     """The rest of a run, played by the test: rings that are kept filled, evaluations that end, a metrics receiver."""
 
@@ -114,13 +132,16 @@ class Run:
         self._thread.start()
         start_ranks(rank or _rank, 2, str(self.paths.run_dir))
 
-    def start_again(self, **options: Any) -> recovery.Start:
-        """What the launcher and a new ingest do: other settings, an empty board, restored rings. Returns what it goes on from."""
+    def start_again(self, *, of: Path | None = None, **options: Any) -> recovery.Start:
+        """What the launcher and a new ingest do: other settings, an empty board, restored rings. Returns what it goes on from.
+
+        `of`: the folder of another run's states.
+        """
         self._over.set()
         self._thread.join()
         self.config = self.config.replace(**options)
         self.config.save(self.paths.args)
-        saved, damaged = recovery.newest_whole(self.paths.resume)
+        saved, damaged = recovery.newest_whole(of or self.paths.resume)
         assert saved is not None
         assert damaged == []
         start = recovery.start_from(saved, self.paths.resume)
@@ -179,6 +200,14 @@ class Run:
 
 def _stopped_rank(rank: int, run_dir: str) -> None:
     _rank(rank, run_dir, StoppedSync)
+
+
+def _rank_stopped_at_once(rank: int, run_dir: str) -> None:
+    _rank(rank, run_dir, StoppedAtOnceSync)
+
+
+def _blind_rank(rank: int, run_dir: str) -> None:
+    _rank(rank, run_dir, BlindSync)
 
 
 def _real_rank(rank: int, run_dir: str) -> None:
@@ -307,6 +336,67 @@ def test_a_stop_inside_a_push_saves_and_exports(make_run: Any) -> None:
     assert json.loads((run.paths.run_dir / "checkpoints" / "latest" / "trainer_state.json").read_text())["optimizer_step"] == 4
 
 
+def test_too_many_bad_steps_end_the_run_with_a_last_state(make_run: Any) -> None:
+    """The first step's learning rate ruins the weights; the two steps after it are counted, and their samples are used up."""
+    run = make_run(max_steps=10_000, resume_every_rounds=0, learning_rate=1e30, lr_warmup_steps=1, max_bad_steps=2)
+    with pytest.raises(Exception, match="exit code 1"):
+        run.train(_blind_rank)
+    assert "BadStepsError: 2 optimizer steps in a row" in run.paths.log("trainer", 1).read_text()
+    saved, damaged = recovery.newest_whole(run.paths.resume)
+    assert saved is not None
+    assert (saved.step, saved.content["trainer"]["num_bad_in_a_row"], damaged) == (3, 2, [])
+    assert run.board.get("optimizer_step") == 3
+
+
+def test_a_start_from_another_runs_state_that_is_stopped_in_its_first_push_still_owes_the_evaluation(make_run: Any) -> None:
+    run = make_run(max_steps=10_000, eval_game_dir="held-out", resume_every_rounds=0)
+    run.answers_evaluations = False
+    stopper = threading.Thread(target=_stop_at_step, args=(run, 2), daemon=True)  # the first evaluation is still played
+    stopper.start()
+    run.train()
+    stopper.join()
+    other = run.paths.resume.rename(run.paths.run_dir / "another run's states")
+    start = run.start_again(of=other)
+    assert start.saved is not None
+    assert start.saved.content["trainer"]["is_evaluating"]
+    run.paths.stop.touch()
+    run.train(_rank_stopped_at_once)
+    saved, _ = recovery.newest_whole(run.paths.resume)
+    assert saved is not None
+    assert (saved.step, saved.content["trainer"]["is_evaluating"]) == (start.saved.step, True)
+
+
+def test_the_last_weights_can_be_the_best_while_the_evaluation_before_is_still_played(make_run: Any) -> None:
+    run = make_run(eval_game_dir="held-out", eval_every_rounds=1, save_checkpoint=True)
+    run.answers_evaluations = False
+    player = threading.Thread(target=_play_evaluations, args=(run, 3), daemon=True)
+    player.start()
+    run.train()
+    player.join()
+    assert [path.name for path in sorted((run.paths.run_dir / "eval").glob("step-*"))] == [f"step-{step:06d}.json" for step in (0, 2, 4, 6)]
+    state = json.loads((run.paths.run_dir / "checkpoints/best/trainer_state.json").read_text())
+    assert (state["optimizer_step"], state["eval_win_rate"], state["eval_file"]) == (6, 0.4, "step-000006.json")
+
+
+def test_a_full_disk_costs_states_and_neither_pushes_nor_the_run(make_run: Any) -> None:
+    run = make_run(max_steps=12, resume_every_rounds=1)
+    run.paths.resume.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", run.paths.resume], capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a tmpfs")
+    try:
+        filler = threading.Thread(target=_fill_disk, args=(run, 4, 8), daemon=True)
+        filler.start()
+        run.train()
+        filler.join()
+        assert "was not saved" in run.paths.log("trainer", 0).read_text()
+        saved, damaged = recovery.newest_whole(run.paths.resume)
+        assert saved is not None
+        assert (saved.step, damaged, recovery.announced_in(run.paths.resume)) == (12, [], 6)
+        assert run.board.get("finished") == 1
+    finally:
+        subprocess.run(["umount", "-l", run.paths.resume], check=True)
+
+
 def test_ranks_that_wait_for_vllm_leave_together(make_run: Any) -> None:
     """The real WeightSync: rank 0 waits for inference, rank 1 for rank 0's word."""
     run = make_run(save_checkpoint=True)
@@ -382,6 +472,36 @@ def _answer_late(run: Run) -> None:
     time.sleep(0.5)
     run.held_back = run.calls()[-1] == "finish 0"
     run.answers_evaluations = True
+
+
+def _fill_disk(run: Run, first: int, last: int) -> None:
+    """Full from one step to another."""
+    while run.board.get("optimizer_step") < first:
+        time.sleep(0.005)
+    ballast = run.paths.resume / "ballast"
+    while run.board.get("optimizer_step") < last:
+        with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
+            while file.write(bytes(1 << 14)):
+                pass
+        time.sleep(0.01)
+    ballast.unlink()
+
+
+def _play_evaluations(run: Run, slow: int) -> None:
+    """As ingest does it, each one better than the one before; number `slow` is still played when training is over."""
+    folder = run.paths.run_dir / "eval"
+    folder.mkdir()
+    for eval_id in range(1, 5):
+        while run.board.get("eval_asked") < eval_id:
+            time.sleep(0.01)
+        step = run.board.get("round_step")
+        while eval_id == slow and not run.table.snapshot()[0].waits_for.startswith(f"ingest/0 to finish evaluation {slow}"):
+            if run.board.get("eval_asked") > slow:
+                break  # the last weights' evaluation was asked for meanwhile
+            time.sleep(0.01)
+        report = {"eval_id": eval_id, "step": step, "time": time.time(), "Eval/WinRate": eval_id / 10}
+        (folder / f"step-{step:06d}.json").write_text(json.dumps(report))
+        run.board.set("eval_done", eval_id)
 
 
 def _start_inference_again_twice(run: Run) -> None:

@@ -4,6 +4,7 @@ import ast
 import asyncio
 import itertools
 import re
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,13 +31,13 @@ WITHOUT_LIMIT = {
     ("weight_sync/patience.py", "waiting"): "its loop ends after 10 s",
     ("weight_sync/sender.py", "waiting"): "for a thread whose own waits have --sync-timeout-s, stage by stage",
     # Calls that block without a timeout.
-    ("rollout/client.py", "recv"): "a coroutine: cancelled when any other part of the process ends",
-    ("rollout/work.py", "recv"): "the same",
-    ("inference/server.py", "recv_multipart"): "the same; nobody may have anything to ask",
+    ("rollout/worker.py", "wait"): "inside of wait_for",
+    ("inference/server.py", "recv_multipart"): "a coroutine: cancelled when any other part of the process ends",
     ("inference/order.py", "wait"): "the gate opens in a `finally`, whatever becomes of the swap",
     ("inference/front.py", "wait"): "the rollout's --request-timeout-s ends it",
     ("inference/engine.py", "get"): "the same, or the engine's death, or `pulse.py`",
     ("transport/channels.py", "recv"): "after a poll, and with DONTWAIT",
+    ("transport/loop.py", "recv_multipart"): "with DONTWAIT",
     ("transport/sockets.py", "recv_multipart"): "after a poll that says that there is something",
     ("weight_sync/replicas.py", "recv"): "after a poll that says that there is something",
     ("weight_sync/outbox.py", "get"): "a side thread: the main thread's wait has --sync-timeout-s, and closes the queue",
@@ -178,6 +179,22 @@ def test_a_wait_that_is_looked_at_counts_as_moving() -> None:
         for _ in range(3):
             wait.check()
     assert health.table.snapshot()[0].num_ticks == before + 3
+
+
+def test_a_side_threads_wait_is_no_sign_of_the_loop() -> None:
+    """Rank 0's push goes on while its main thread is stuck: the watchdog must see that."""
+    health = Health.detached("trainer/0")
+    before = health.table.snapshot()[0].num_ticks
+
+    def push() -> None:
+        with health.waiting("inference to receive a push", 10) as wait:
+            for _ in range(3):
+                wait.check()
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    thread.join(10)
+    assert health.table.snapshot()[0].num_ticks == before
 
 
 def test_every_named_wait_of_the_source_says_what_it_waits_for() -> None:

@@ -2,12 +2,15 @@
 
 import os
 import subprocess
+import threading
+import time
 
 import pytest
 
 from accerl_mp.config import Config
 from accerl_mp.launcher.watchdog import Stall, Watchdog, blame, process_state
-from accerl_mp.transport.health import STATES, HealthTable
+from accerl_mp.transport.board import Board
+from accerl_mp.transport.health import STATES, Health, HealthTable
 
 NAMES = ["supervisor/0", "trainer/0", "trainer/1", "rollout/0", "inference/0", "ingest/0", "stats/0"]
 
@@ -65,6 +68,28 @@ def test_a_loop_that_does_not_move_has_the_limit_of_its_role(name: str, limit_s:
     assert scene.pass_time(limit_s - 0.5, no_tick=(name,)) == []
     [stall] = scene.pass_time(1.5, no_tick=(name,))
     assert (stall.name, stall.mark) == (name, "loop")
+
+
+def test_a_push_on_a_side_thread_does_not_hide_a_stuck_rank() -> None:
+    scene, is_over = Scene(), threading.Event()
+    health = Health("trainer/0", table=scene.table, board=Board.detached())
+
+    def push() -> None:
+        with health.waiting("inference to receive a push", 60) as wait:
+            while not is_over.wait(0.0005):
+                wait.check()
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    try:
+        stalls: list[Stall] = []
+        for _ in range(300):
+            stalls = stalls or scene.pass_time(0.2, no_tick=("trainer/0",))
+            time.sleep(0.002)  # the thread gets its turns
+    finally:
+        is_over.set()
+        thread.join(10)
+    assert [(stall.name, stall.mark, stall.flag) for stall in stalls] == [("trainer/0", "loop", "--step-timeout-s")]
 
 
 def test_a_loop_that_moves_again_in_time_starts_anew() -> None:

@@ -32,14 +32,17 @@ from engine_fixture import (
 from push_load import assert_greedy_equal, prompt_of, push_under_load, train_only
 from tiny import build_tiny
 
+from accerl_mp.config import Config
 from accerl_mp.models.fsdp import shard
 from accerl_mp.models.names import manifest
 from accerl_mp.models.units import iter_weights
 from accerl_mp.topology import RunPaths
+from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import DeadlineExpired, PeerLost
-from accerl_mp.transport.health import Health
-from accerl_mp.transport.process import exit_now
-from accerl_mp.weight_sync import patience
+from accerl_mp.transport.health import Health, HealthTable
+from accerl_mp.transport.process import Process, exit_now
+from accerl_mp.weight_sync import patience, sender
+from accerl_mp.weight_sync.aside import Aside
 from accerl_mp.weight_sync.group import GroupAddress, IpcGroup, WeightGroup, join_group, open_store
 from accerl_mp.weight_sync.incoming import Staging
 from accerl_mp.weight_sync.layout import checksum, find_runs, iter_messages, plan_layout
@@ -266,6 +269,30 @@ def test_which_failures_begin_a_push_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert not late.allows(GroupBroken("closed"))
     late.reset()
     assert late.allows(GroupBroken("closed"))
+
+
+def test_a_swap_that_does_not_notice_the_end_keeps_its_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A socket that is closed under a thread that uses it takes the process down; one that has ended leaves them to `close`."""
+    monkeypatch.setattr(sender, "_CLOSE_S", 0.05)
+    health = Health("trainer/0", table=HealthTable.detached(["trainer/0", "inference/0"]), board=Board.detached())
+    process = Process("trainer", 0, RunPaths(tmp_path), Config(), health, health.board)
+    sync = WeightSync(process, build_tiny(), rank=0, world_size=1, dtype=torch.float32, forced_logprobs=lambda ids: ids)
+    is_over, socket = threading.Event(), sync._replicas._sockets[0]
+
+    def swap() -> int:
+        while not is_over.is_set():
+            socket.poll(5)
+        return socket.poll(0)
+
+    sync._swapping = Aside(swap, "weights-swap")
+    sync.close()
+    assert sync._swapping.is_alive
+    assert not socket.closed
+    is_over.set()
+    sync._swapping.join(10)
+    assert sync._swapping.result() == 0
+    sync.close()
+    assert socket.closed
 
 
 def test_manifest_tells_what_the_iterator_gives() -> None:

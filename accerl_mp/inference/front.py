@@ -3,13 +3,17 @@
 import asyncio
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from accerl_mp.inference.versions import VersionLedger
 
 if TYPE_CHECKING:  # this part of the process needs no vLLM, which takes seconds to import
-    from accerl_mp.inference.engine import Engine, Generation
+    from accerl_mp.inference.engine import Engine
+    from accerl_mp.inference.replies import Generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class RequestFront:
     def release(self) -> None:
         self._gate.set()
 
-    async def reply(self, prompt: list[int], *, max_tokens: int, temperature: float, salt_version: int) -> Reply:
+    async def reply(self, prompt: Sequence[int] | np.ndarray, *, max_tokens: int, temperature: float, salt_version: int) -> Reply:
         """Sample a reply.
 
         waits for      the first push, the end of a pause, then vLLM: all without a limit (the rollout's own deadline counts)
@@ -81,7 +85,7 @@ class RequestFront:
         while True:
             await self._gate.wait()
             salt_version = self._salt_version(salt_version)
-            part, part_versions = await self._run_part(prompt + ids, max_tokens - len(ids), temperature, salt_version)
+            part, part_versions = await self._run_part([*prompt, *ids] if ids else prompt, max_tokens - len(ids), temperature, salt_version)
             ids += part.ids
             logprobs += part.logprobs
             versions += part_versions
@@ -89,7 +93,9 @@ class RequestFront:
                 return Reply(ids, logprobs, versions, part.finish_reason, salt_version)
             self.counts.num_aborted += 1
 
-    async def _run_part(self, ids: list[int], max_tokens: int, temperature: float, salt_version: int) -> "tuple[Generation, list[int]]":
+    async def _run_part(
+        self, ids: Sequence[int] | np.ndarray, max_tokens: int, temperature: float, salt_version: int
+    ) -> "tuple[Generation, list[int]]":
         key = str(next(self._keys))
         self.ledger.start(key)
         try:

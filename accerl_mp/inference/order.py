@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from accerl_mp.inference.replies import ReplyCollector
+
 
 class OutputOrder:
     """Puts what the engine's loop sends on one side or the other of a moment: outputs carry the time at which they were made.
@@ -15,6 +17,8 @@ class OutputOrder:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self.replies = ReplyCollector()
+        """Gets its outputs when they pass, before the task does."""
         self._queue = llm.engine_core.outputs_queue
         self._take = llm.engine_core.get_output_async
         self._limit = math.inf
@@ -47,11 +51,17 @@ class OutputOrder:
         await asyncio.sleep(0)
 
     async def _get(self) -> Any:
-        outputs = await self._take()
+        outputs = None
+        try:
+            outputs = await self._take()
+        finally:
+            if outputs is None:  # the task ends here, and with it all hope of an answer
+                self.replies.fail()
         while outputs.timestamp > self._limit:
             self._is_blocked = True
             await self._moved.wait()
         self._is_blocked = False
+        self.replies.take(outputs)
         return outputs
 
     def _move(self, limit: float) -> None:

@@ -1,11 +1,12 @@
 """The sockets of an inference process and its one event loop.
 
-Four tasks: requests (each is answered by a task of its own, so that vLLM batches them all), control calls, a watch that
+Each request is answered by a task of its own, so that vLLM batches them all. Beside them three tasks: control calls, a watch that
 ends the process with the run or with the engine, and one that ends it when vLLM lives but does not answer (`pulse.py`).
 """
 
 import asyncio
 import time
+from array import array
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from accerl_mp.inference.front import FrontCounts, RequestFront
 from accerl_mp.inference.pulse import watch_pulse
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import CONTROL, REQUESTS, MessageError, MetricsSender
+from accerl_mp.transport.loop import LoopSocket
 from accerl_mp.transport.process import Process
 from accerl_mp.weight_sync import protocol
 
@@ -38,13 +40,13 @@ class InferenceServer:
 
     async def run(self) -> None:
         """Serve until the run ends (raises Closed) or fails (PeerLost), or the engine dies (EngineError)."""
-        process, context = self._process, sockets.new_async_context()
-        self._requests = sockets.bind_router(context, process.paths, REQUESTS, process.index)
+        process, context, plain = self._process, sockets.new_async_context(), sockets.new_context()
+        self._requests = LoopSocket(sockets.bind_router(plain, process.paths, REQUESTS, process.index), self._take)
         self._calls = sockets.bind_router(context, process.paths, CONTROL, process.index)
         metrics = MetricsSender(process.paths, process.name)
         process.health.set_state("running")
         pulse = watch_pulse(self._engine, process.health, timeout_s=process.config.metrics.hang_timeout_s)
-        tasks = [asyncio.create_task(loop) for loop in (self._serve_requests(), self._serve_control(), self._watch(metrics), pulse)]
+        tasks = [asyncio.create_task(loop) for loop in (self._serve_control(), self._watch(metrics), pulse)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -52,16 +54,16 @@ class InferenceServer:
         finally:
             await _cancel([*tasks, *self._answering])
             metrics.close()
+            self._requests.close()
+            plain.destroy(linger=0)
             context.destroy(linger=0)
 
-    async def _serve_requests(self) -> None:
-        """Waits for requests, without a limit: rollouts may have nothing to ask."""
-        while True:
-            identity, *frames = await self._requests.recv_multipart()
-            data = frames[0] if len(frames) == 1 else b""  # anything else is no request, and is answered so
-            task = asyncio.create_task(self._answer(identity, data))
-            self._answering.add(task)
-            task.add_done_callback(self._answered)
+    def _take(self, message: list[bytes]) -> None:
+        identity, *frames = message
+        data = frames[0] if len(frames) == 1 else b""  # anything else is no request, and is answered so
+        task = asyncio.create_task(self._answer(identity, data))
+        self._answering.add(task)
+        task.add_done_callback(self._answered)
 
     def _answered(self, task: asyncio.Task) -> None:
         self._answering.discard(task)
@@ -70,31 +72,32 @@ class InferenceServer:
 
     async def _answer(self, identity: bytes, data: bytes) -> None:
         """Every request gets an answer, an error if need be."""
-        start = time.monotonic()
-        number, counts = _number_of(data), self._front.counts
+        start, number, counts = time.monotonic(), -1, self._front.counts
         try:
-            request = channels.unpack("request", data)
+            request = channels.unpack_any(data)
+            number = _number_of(request)
+            channels.check("request", request)
             reply = await self._front.reply(
-                np.frombuffer(request["prompt"], np.int32).tolist(),
+                np.frombuffer(request["prompt"], np.int32),
                 max_tokens=request["max_tokens"],
                 temperature=request["temperature"],
                 salt_version=request["salt_version"],
             )
         except (MessageError, EngineError, ValueError) as error:
             counts.num_errors += 1
-            await self._requests.send_multipart([identity, _error_reply(number, f"{type(error).__name__}: {error}")])
+            self._requests.send(identity, _error_reply(number, f"{type(error).__name__}: {error}"))
             return
         counts.add_reply(len(reply.ids), time.monotonic() - start)
         message = {
             "id": number,
-            "ids": np.array(reply.ids, np.int32).tobytes(),
-            "logprobs": np.array(reply.logprobs, np.float32).tobytes(),
-            "versions": np.array(reply.versions, np.int32).tobytes(),
+            "ids": array("i", reply.ids).tobytes(),
+            "logprobs": array("f", reply.logprobs).tobytes(),
+            "versions": array("i", reply.versions).tobytes(),
             "finish_reason": reply.finish_reason,
             "salt_version": reply.salt_version,
             "error": None,
         }
-        await self._requests.send_multipart([identity, channels.pack("reply", message)])
+        self._requests.send(identity, channels.pack("reply", message))
 
     async def _serve_control(self) -> None:
         """Waits for the trainer's calls, without a limit, and answers them one after the other."""
@@ -124,6 +127,7 @@ class InferenceServer:
         health = self._process.health
         health.tick()
         health.check()
+        self._requests.check()
         if self._broken is not None:
             raise self._broken
         if self._engine.is_dead:
@@ -149,12 +153,9 @@ def _tags(counts: FrontCounts, *, num_running: int) -> dict[str, channels.Value]
     return tags
 
 
-def _number_of(data: bytes) -> int:
+def _number_of(request: dict[str, Any]) -> int:
     """The request's id even where the rest of it is wrong; -1 if there is none."""
-    try:
-        number = channels.unpack_any(data).get("id")
-    except MessageError:
-        return -1
+    number = request.get("id")
     return number if isinstance(number, int) else -1
 
 

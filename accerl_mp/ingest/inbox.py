@@ -8,11 +8,12 @@ from typing import Any
 
 from accerl_mp.ingest.dealer import Dealer
 from accerl_mp.ingest.rings import Rings
-from accerl_mp.samples import RLSample, SampleError
+from accerl_mp.samples import SampleError
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import MessageError
-from accerl_mp.transport.codec import Body, CodecError, decode_bodies, sample_size_bytes
+from accerl_mp.transport.codec import CodecError, SampleGroup, decode_group
+from accerl_mp.transport.outbox import BodyGone, Outboxes
 from accerl_mp.transport.ring_memory import RingError
 
 _LARGEST_ID = 1 << 62
@@ -25,9 +26,7 @@ class _Waiting:
     """A group for which no ring has room yet."""
 
     sender: bytes
-    samples: list[RLSample]
-    bodies: list[Body]
-    """As they came, for the ring."""
+    group: SampleGroup
 
 
 @dataclass(slots=True)
@@ -39,11 +38,11 @@ class SampleSizes:
     num_tokens: int = 0
     num_bytes: int = 0
 
-    def add(self, samples: list[RLSample]) -> None:
+    def add(self, group: SampleGroup) -> None:
         self.num_groups += 1
-        self.num_samples += len(samples)
-        self.num_tokens += sum(len(sample) for sample in samples)
-        self.num_bytes += sum(sample_size_bytes(sample) for sample in samples)
+        self.num_samples += len(group)
+        self.num_tokens += sum(group.lengths)
+        self.num_bytes += group.size_bytes
 
 
 class Inbox:
@@ -58,6 +57,7 @@ class Inbox:
     ) -> None:
         self._rings, self._dealer, self._take_evaluated = rings, dealer, take_evaluated
         self._waiting: dict[int, _Waiting] = {}
+        self._outboxes = Outboxes(paths)
         self.socket = sockets.bind_router(context, paths, channels.SAMPLES)
         self.counts: Counter[str] = Counter()
         """Groups by what became of them: samples, zero_std, rejected, double, broken, too_large."""
@@ -80,7 +80,7 @@ class Inbox:
         while self._waiting:
             group_id, waiting = next(iter(self._waiting.items()))
             try:
-                if not self._rings.try_put(waiting.samples, waiting.bodies):
+                if not self._rings.try_put(waiting.group):
                     return
             except RingError as error:
                 _log.error("group %d is left out: %s", group_id, error)
@@ -112,8 +112,10 @@ class Inbox:
         if outcome not in channels.OUTCOMES or not 0 <= group_id < self._dealer.next_number:
             raise MessageError(f"group {group_id} with outcome {outcome!r} was never dealt")
         try:
-            samples, bodies = decode_bodies(frames) if outcome == "samples" else ([], [])
-            _check(message, samples)
+            group = _decode(message, self._outboxes.frames(message, frames)) if outcome == "samples" else None
+        except BodyGone as error:
+            _log.info("group %d of %s went with its process and is dealt again: %s", group_id, sender.decode(errors="replace"), error)
+            return
         except (CodecError, SampleError, MessageError) as error:
             _log.error("group %d of %s is broken, it will be played again: %s", group_id, sender.decode(errors="replace"), error)
             self.counts["broken"] += 1
@@ -122,9 +124,9 @@ class Inbox:
             return
         self.counts[outcome] += 1
         self._dealer.finish(group_id)
-        if samples:
-            self.sizes.add(samples)
-            self._waiting[group_id] = _Waiting(sender, samples, bodies)
+        if group is not None:
+            self.sizes.add(group)
+            self._waiting[group_id] = _Waiting(sender, group)
         else:
             self._rings.remember(group_id, outcome)
             self._ack(sender, group_id)
@@ -133,11 +135,14 @@ class Inbox:
         self.socket.send_multipart([sender, channels.pack("ack", {"op": "ack", "group_id": group_id})])
 
 
-def _check(message: dict[str, Any], samples: list[RLSample]) -> None:
-    group_id = message["group_id"]
-    if message["outcome"] == "samples" and not samples:
+def _decode(message: dict[str, Any], frames: list[bytes | memoryview]) -> SampleGroup:
+    if len(frames) != 2:
+        raise MessageError(f"outcome is 'samples', but {len(frames)} frames follow, not header and body")
+    group = decode_group(*frames)
+    if not len(group):
         raise MessageError("outcome is 'samples', but there are none")
-    if strangers := {sample.group_id for sample in samples} - {group_id}:
+    if strangers := set(group.column("group_id")) - {message["group_id"]}:
         raise MessageError(f"has samples of groups {sorted(strangers)}")
-    if any(not 0 <= number < _LARGEST_ID for sample in samples for number in (sample.episode_id, sample.game_id)):
+    if any(not 0 <= number < _LARGEST_ID for number in group.column("episode_id") + group.column("game_id")):
         raise MessageError("has samples of impossible episodes or games")  # a ring's words would not hold them
+    return group

@@ -14,7 +14,7 @@ from accerl_mp.ingest.rings import Rings
 from accerl_mp.recovery import SavedState, Start
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.ring import SharedRing
-from accerl_mp.transport.ring_memory import PAGE_BYTES
+from accerl_mp.transport.ring_memory import PAGE_BYTES, RingError
 from accerl_mp.transport.saved_ring import SavedGroup, latest, shifted, unpack_rank
 
 _log = logging.getLogger(__name__)
@@ -75,8 +75,12 @@ def _fill(files: Sequence[Path], config: Config, saved: SavedState, num_versions
 
 def _put(rings: Rings, own: int | None, group: SavedGroup) -> bool:
     """Into its own rank's ring if the number of ranks is the same, else (or if that is full) where the least work waits."""
-    order = rings.order(group.samples)
+    order = rings.order([len(sample) for sample in group.samples])
     if own is not None:
         order = [own, *(rank for rank in order if rank != own)]
     versions = list(zip(group.oldest, group.newest, strict=True))
-    return any(rings.writers[rank].restore_group(group.samples, uses=group.uses, versions=versions, size=group.size) for rank in order)
+    try:
+        return any(rings.writers[rank].restore_group(group.samples, uses=group.uses, versions=versions, size=group.size) for rank in order)
+    except RingError as error:  # --replay-bytes is smaller now
+        _log.warning("group %d of the saved state: %s", group.group_id, error)
+        return False

@@ -7,13 +7,13 @@ import numpy as np
 
 from accerl_mp.config import Config
 from accerl_mp.ingest.balance import FlopsEstimate, RankLoad, order_by_count, order_ranks
-from accerl_mp.samples import RLSample
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import ring_memory as at
-from accerl_mp.transport.codec import Body
+from accerl_mp.transport.codec import SampleGroup
 from accerl_mp.transport.health import Health
 from accerl_mp.transport.ring import SharedRing
 from accerl_mp.transport.ring_memory import PAGE_BYTES, RingBusy
+from accerl_mp.transport.ring_view import num_pages_of
 from accerl_mp.transport.ring_writer import RingWriter
 
 _ATTACH_TIMEOUT_S = 30.0
@@ -29,16 +29,13 @@ class Rings:
 
     @classmethod
     def open(cls, paths: RunPaths, config: Config, health: Health, flops: FlopsEstimate) -> "Rings":
-        """Make the files, or go on with those that an earlier ingest of this run made.
+        """Take over the files that `restore.make_rings` has made, or that an earlier ingest of this run has left.
 
         waits for      the earlier ingest to be gone, at most 30 s
         """
         replay, writers = config.replay, []
         for rank in range(config.run.fsdp_world_size or 1):
-            path = paths.ring(rank)
-            if not path.exists():
-                SharedRing.create(path, replay.replay_capacity or 1, replay.replay_bytes or PAGE_BYTES)
-            with health.waiting(f"{path.name} to be left by the last ingest", timeout_s=_ATTACH_TIMEOUT_S) as wait:
+            with health.waiting(f"{paths.ring(rank).name} to be left by the last ingest", timeout_s=_ATTACH_TIMEOUT_S) as wait:
                 while (writer := _try_attach(paths, rank, evict_used=replay.max_sample_reuse != 1)) is None:
                     wait.check()
             writers.append(writer)
@@ -69,16 +66,16 @@ class Rings:
         """A group without samples: done all the same. `end`: how (`ring_view.ENDS`)."""
         self.writers[0].remember_group(group_id, end)
 
-    def try_put(self, samples: Sequence[RLSample], bodies: Sequence[Body] | None = None) -> bool:
-        """Give the group whole to the rank that needs it most and has room. False: no rank has. `bodies` as `try_put_group` takes them."""
-        return any(self.writers[rank].try_put_group(samples, bodies) for rank in self.order(samples))
+    def try_put(self, group: SampleGroup) -> bool:
+        """Give the group whole to the rank that needs it most and has room. False: no rank has."""
+        return any(self.writers[rank].try_put_group(group) for rank in self.order(group.lengths))
 
-    def order(self, samples: Sequence[RLSample]) -> list[int]:
-        """Ranks in the order in which a group is offered."""
+    def order(self, lengths: Sequence[int]) -> list[int]:
+        """Ranks in the order in which a group with samples of these lengths is offered."""
         if len(self.writers) == 1:
             return [0]
-        loads, lengths = self.loads(), np.array([len(sample) for sample in samples])
-        return order_by_count(loads) if self._by_count else order_ranks(loads, self._flops, lengths)
+        loads = self.loads()
+        return order_by_count(loads) if self._by_count else order_ranks(loads, self._flops, np.array(lengths))
 
     def loads(self) -> list[RankLoad]:
         loads = []
@@ -114,12 +111,12 @@ class Rings:
 
     def groups_that_fit(self, group_size: float, sample_bytes: float) -> int:
         """Whole groups for which there is room, counting what may be evicted."""
-        pages_per_group = group_size * max(1.0, np.ceil(sample_bytes / PAGE_BYTES))
+        pages_per_group = max(1.0, np.ceil(group_size * sample_bytes / PAGE_BYTES))
         total = 0
         for writer in self.writers:
             slots, rows = writer.live()
             kept = rows[writer.uses(slots, rows) == 0] if writer.evict_used else rows
-            free_pages = writer.memory.num_pages - int((-(-kept[:, at.SIZE_BYTES] // PAGE_BYTES)).sum())
+            free_pages = writer.memory.num_pages - num_pages_of(kept)
             total += int(min((writer.capacity - len(kept)) // group_size, free_pages // pages_per_group))
         return total
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from accerl_mp.config import Config
 from accerl_mp.topology import GpuPlan, RunPaths, plan_gpus, visible_gpus
@@ -92,8 +93,12 @@ def thread_caps(number: int) -> dict[str, str]:
     return dict.fromkeys(names, str(number))
 
 
-def become_inference(config: Config) -> None:
-    """Make this process one that may hold an engine, as a tool does. Before torch or vllm is imported; its GPUs stay those it sees."""
+def become_inference(config: Config, sockets: Path) -> None:
+    """Make this process one that may hold an engine, as a tool does. Before torch or vllm is imported; its GPUs stay those it sees.
+
+    sockets: folder of vLLM's own ipc sockets; its path must be short
+    """
     is_cpu = config.run.placement == "cpu"
     num_threads_here = len(os.sched_getaffinity(0)) if is_cpu else num_threads("inference", config)
     os.environ.update(_EVERYBODY | thread_caps(num_threads_here) | _VLLM | (_VLLM_CPU if is_cpu else {}))
+    os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)

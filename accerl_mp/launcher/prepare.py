@@ -63,7 +63,8 @@ def _make_demo_games() -> None:
     import subprocess
 
     command = [sys.executable, "-m", "accerl_mp.tools.make_games", "--out", str(_DEMO_GAMES)]
-    subprocess.run(command, check=True, stdout=sys.stderr)
+    if code := subprocess.run(command, check=False, stdout=sys.stderr).returncode:
+        raise SystemExit(code)  # it has said why
 
 
 def _prepare(words: list[str]) -> Config:

@@ -5,6 +5,7 @@ python -m accerl_mp.launcher.summary --run-dir DIR --exit-code N
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
@@ -18,6 +19,7 @@ from accerl_mp.transport.health import FAILURE_FILE
 
 _SUPERVISOR_LEAVES_S = 45.0
 _LAST_LINES = 15
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
@@ -63,8 +65,9 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
         *lines,
         f"  wall time           {_minutes(wall_s)}, of which rounds {_minutes(status.get('training_s', 0.0))}",
         f"  run folder          {paths.run_dir}",
-        f"  report              {shlex.quote(sys.executable)} -m accerl_mp.tools.report {shlex.quote(str(paths.run_dir))}",
+        f"  report              {report_command(paths.run_dir)}",
         f"  TensorBoard         {tensorboard_command(paths.run_dir)}",
+        *([f"  to go on            {resume_command(paths)}"] if paths.stop.exists() else []),
     ]
 
 
@@ -85,6 +88,25 @@ def failure_lines(paths: RunPaths) -> list[str]:
     log = paths.run_dir / "logs" / "torchrun.log"
     lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
     return ["", f"The run has failed; logs are in {log.parent}", *(f"    {line}" for line in lines)]
+
+
+def report_command(run_dir: Path) -> str:
+    """As it can be typed where launch.sh was: the package is found from its own root only."""
+    prefix = "" if _called_from() == _ROOT else f"PYTHONPATH={shlex.quote(str(_ROOT))} "
+    return f"{prefix}{shlex.quote(sys.executable)} -m accerl_mp.tools.report {shlex.quote(str(run_dir))}"
+
+
+def resume_command(paths: RunPaths) -> str:
+    """The run's own flags, whose paths count from where it was called; those behind them win."""
+    typed = (paths.run_dir / "command.txt").read_text().splitlines()[-1].removeprefix("bash launch.sh")
+    typed = typed.removesuffix(f" --log-dir {shlex.quote(str(paths.run_dir))} --resume auto")  # of a run that went on already
+    launch = "launch.sh" if Path.cwd() == _ROOT else shlex.quote(str(_ROOT / "launch.sh"))
+    prefix = "" if _called_from() == Path.cwd() else f"cd {shlex.quote(str(Path.cwd()))} && "  # the demo goes to its own folder
+    return f"{prefix}bash {launch}{typed} --log-dir {shlex.quote(str(paths.run_dir))} --resume auto"
+
+
+def _called_from() -> Path:
+    return Path(os.environ.get("ACCERL_CALLED_FROM") or Path.cwd()).resolve()
 
 
 def tensorboard_command(run_dir: Path) -> str:

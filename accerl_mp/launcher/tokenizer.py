@@ -13,6 +13,7 @@ import jinja2
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from accerl_mp.config import ModelConfig
+from accerl_mp.model_folder import read_facts
 from accerl_mp.rollout.tokenizer import Tokenizer
 from accerl_mp.rollout.transcript import ChatFormat, TemplateError
 
@@ -61,11 +62,25 @@ def export_tokenizer(model: ModelConfig, folder: Path) -> list[str]:
 def _probe(model: ModelConfig, folder: Path) -> list[str]:
     """Whether the files just written carry an episode, as a rollout process will use them."""
     try:
-        ChatFormat.probe(Tokenizer.load(folder))
+        tokenizer = Tokenizer.load(folder)
+        ChatFormat.probe(tokenizer)
     except (TemplateError, jinja2.TemplateError) as error:
         whose = f"--chat-template {model.chat_template}" if model.chat_template else f"--model-path {model.model_path}"
         return [f"{whose}: {error}: no transcript could be trained (--chat-template FILE gives another template)"]
-    return []
+    return _beyond_vocabulary(model, tokenizer)
+
+
+def _beyond_vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
+    """Control tokens that were added to the tokenizer and not to the model: a prompt with one would kill vLLM's worker."""
+    vocab_size = read_facts(Path(model.model_path)).vocab_size
+    conversation = [{"role": role, "content": "-"} for role in ("user", "assistant", "user")]
+    ids = {*tokenizer.encode_start(tokenizer.render(conversation, add_generation_prompt=True)), *tokenizer.eos_token_ids}
+    if vocab_size is None or max(ids) < vocab_size:
+        return []
+    return [
+        f"--model-path {model.model_path}: its tokenizer has {tokenizer.text_of(max(ids))!r} as token {max(ids)}, its config only "
+        f"{vocab_size} tokens: the model was not resized, or the tokenizer is another model's"
+    ]
 
 
 def _template(model: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> str:

@@ -19,7 +19,7 @@ _PACKAGES = (
     "msgpack",
     "tensorboard",
 )
-_OPTIONAL = ("flash-attn",)
+_OPTIONAL = ("nvidia-cudnn-frontend", "flash-attn")
 
 
 def stack() -> dict[str, str]:

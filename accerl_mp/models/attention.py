@@ -1,16 +1,18 @@
 """Attention over packed rows: several samples one after the other, each attending to itself only.
 
-Three functions behind Transformers' attention interface, chosen by name in the model's config:
+Four functions behind Transformers' attention interface, chosen by name in the model's config:
 
     accerl_segments   PyTorch SDPA, one causal call a sample; any device and dtype
     accerl_varlen     PyTorch's varlen kernel (FlashAttention), one call a pack; GPU, bfloat16 or float16
     accerl_fa2        the flash-attn package's kernel, likewise (Transformers' own way to it is compiled anew for every layer)
+    accerl_cudnn      cuDNN's kernels for Hopper and newer cards, likewise (`cudnn_attention.py`)
 
 None has a mask function, so Transformers builds no mask: a [T, T] mask of a pack costs 3.3 times the time. Without segments
 all are plain causal attention over the rows of a batch: padding on the right needs no mask, since no token looks right.
 """
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
 
+from accerl_mp.models import cudnn_attention as cudnn
+
 SEGMENTS = "accerl_segments"
 VARLEN = "accerl_varlen"
 FLASH2 = "accerl_fa2"  # without "flash", or Transformers looks for a kernel of that name
+CUDNN = "accerl_cudnn"
+NAMES = {"sdpa": SEGMENTS, "varlen": VARLEN, "flash_attention_2": FLASH2, "cudnn": CUDNN}
+"""By `--attn-implementation`."""
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Arguments by which a model asks for attention that neither function computes (Gemma 2's soft cap, GPT-OSS's sinks, T5's bias)."""
 
@@ -37,16 +44,18 @@ class Segments:
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device | str) -> "Segments":
-        device = torch.device(device)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        if device.type == "cuda":  # from pageable memory the copy would wait for the GPU
-            ends = ends.pin_memory()
-        return cls(lengths, ends.to(device, non_blocking=True))
+        return cls(lengths, ends.to(device))
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Segments":
+        return Segments(self.lengths, move(self.cu_seqlens))
 
     def forward_arguments(self, attention: str) -> dict[str, Any]:
         """For the function named `attention`; the varlen ones under the names that Transformers' own flash attention reads."""
         if attention == SEGMENTS:
             return {"segment_lengths": self.lengths}
+        if attention == CUDNN:
+            return cudnn.layout(self.lengths, self.cu_seqlens)
         # No list of lengths here: a compiled layer would be compiled again for each.
         longest = max(self.lengths)
         return {"cu_seq_lens_q": self.cu_seqlens, "cu_seq_lens_k": self.cu_seqlens, "max_length_q": longest, "max_length_k": longest}
@@ -125,29 +134,64 @@ def flash2_attention(
     return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scaling, causal=True, window_size=window)[None], None
 
 
+def cudnn_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    segment_ends: Tensor | None = None,
+    segment_sizes: Tensor | None = None,
+    longest: int = 0,
+    stats_rows: int = 0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """As `varlen_attention`."""
+    if segment_ends is None or segment_sizes is None:
+        return segment_attention(module, query, key, value, None, scaling=scaling, sliding_window=sliding_window)
+    _refuse_unsupported(module, others)
+    if value.shape[-1] != query.shape[-1]:
+        raise ValueError(f"{type(module).__name__} has values of another size than its keys: --attn-implementation cudnn takes one size")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    pack = {"segment_ends": segment_ends, "segment_sizes": segment_sizes, "longest": longest, "stats_rows": stats_rows}
+    return cudnn.attend(query, key, value, **pack, scale=scale, window=sliding_window)[None], None
+
+
 def register() -> None:
     """Make the names known to Transformers (once a process; again does no harm)."""
     AttentionInterface.register(SEGMENTS, segment_attention)
     AttentionInterface.register(FLASH2, flash2_attention)
     AttentionInterface.register(VARLEN, varlen_attention)
+    AttentionInterface.register(CUDNN, cudnn_attention)
 
 
 def choose(wanted: str, *, device: torch.device, dtype: torch.dtype, config: PretrainedConfig) -> str:
     """The name that goes into the model's config for `--attn-implementation`.
 
-    Raises ValueError where a forced one cannot run; `auto` falls back to SDPA per segment.
+    Raises ValueError where a forced one cannot run; `auto` takes the fastest that can.
     """
     register()
-    obstacle = _varlen_obstacle(device, dtype, config)
-    if wanted == "flash_attention_2" and obstacle is None and importlib.util.find_spec("flash_attn") is None:
-        obstacle = "flash-attn is not installed (launch.sh --with-flash-attn)"
     if wanted == "auto":
-        return SEGMENTS if obstacle else VARLEN
-    if wanted == "sdpa":
-        return SEGMENTS
-    if obstacle:
-        raise ValueError(f"--attn-implementation {wanted} cannot run here: {obstacle}; auto takes what can")
-    return VARLEN if wanted == "varlen" else FLASH2
+        return next(NAMES[name] for name in ("cudnn", "varlen", "sdpa") if _obstacle(name, device, dtype, config) is None)
+    if found := _obstacle(wanted, device, dtype, config):
+        raise ValueError(f"--attn-implementation {wanted} cannot run here: {found}; auto takes what can")
+    return NAMES[wanted]
+
+
+def _obstacle(name: str, device: torch.device, dtype: torch.dtype, config: PretrainedConfig) -> str | None:
+    """Why the attention of that flag's value cannot run; None where it can."""
+    if name == "sdpa":
+        return None
+    if name == "cudnn":
+        return cudnn.obstacle(device, dtype, head_size(config))
+    obstacle = _varlen_obstacle(device, dtype, config)
+    if obstacle is None and name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed (launch.sh --with-flash-attn)"
+    return obstacle
 
 
 def head_size(config: PretrainedConfig) -> int:

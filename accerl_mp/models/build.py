@@ -150,9 +150,6 @@ def model_problems(config: Config, device: torch.device) -> list[str]:
         problems.append(
             f"--router-aux-loss-coef {config.algorithm.router_aux_loss_coef}: {type(model).__name__} has no router to balance; leave it out"
         )
-    longest, window = getattr(model.config, "max_position_embeddings", None), config.games.tw_history_token_window
-    if longest is not None and longest < max(window, config.inference.vllm_max_model_len or 0):
-        problems.append(f"--tw-history-token-window {window} (or --vllm-max-model-len) is over the model's context of {longest} tokens")
     if config.batch.train_logprob_mode == "response_only_lm_head" and "logits_to_keep" not in signature(model.forward).parameters:
         problems.append(f"--train-logprob-mode response_only_lm_head: {type(model).__name__} has no logits_to_keep; use full_logits_ce")
     if getattr(model.config, "attn_logit_softcapping", None) is not None:

@@ -1,4 +1,7 @@
-"""FSDP2: shards a model over the trainer's ranks, each decoder layer a unit, the rest (embeddings, norm, head) the root unit."""
+"""FSDP2: shards a model over the trainer's ranks, each decoder layer a unit, the rest (embeddings, norm, head) the root unit.
+
+One rank that has room for it makes the whole model one unit.
+"""
 
 import torch
 from torch import nn
@@ -9,6 +12,8 @@ UNSHARDED_SHARE = 0.25
 """Share of a GPU's memory that whole parameters and gradients may take for the length of an optimizer step."""
 UNSHARDED_BYTES_CPU = 2 << 30
 """Likewise on CPU, where ranks share the machine's memory with vLLM."""
+ONE_UNIT_SHARE = 0.05
+"""Share of a GPU's memory that two float32 copies of the gradients may take where a model is one unit."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -30,12 +35,27 @@ def shard(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device,
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
-    for module in [*decoder_layers(model), model]:
+    layers = decoder_layers(model)
+    for module in [model] if unsharded and _is_one_unit(model, device) else [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not unsharded)
+    if torch.distributed.get_world_size() == 1:
+        return  # nothing is summed: a divisor, even 1, would be one more pass over all gradients
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has neither AVG nor PREMUL_SUM
+
+
+def _is_one_unit(model: nn.Module, device: torch.device) -> bool:
+    """Whether the model is sharded as a whole rather than layer by layer.
+
+    One rank that keeps whole parameters has nothing to send beside its computing, and a unit's hooks cost the host half a millisecond
+    a layer and pass: with the model as one unit it stays ahead of the GPU. Gradients are then copied all at once.
+    """
+    if torch.distributed.get_world_size() > 1:
+        return False
+    copies_bytes = sum(2 * 4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return device.type != "cuda" or copies_bytes <= ONE_UNIT_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 def fits_unsharded(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device) -> bool:

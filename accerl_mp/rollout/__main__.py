@@ -3,9 +3,8 @@
 python -m accerl_mp.rollout --run-dir DIR --index 3
 """
 
-import asyncio
-
 from accerl_mp.rollout.worker import Worker
+from accerl_mp.transport.loop import run_loop
 from accerl_mp.transport.process import Process, run_process
 
 
@@ -14,7 +13,7 @@ def main(process: Process) -> None:
         # Inside the loop: asyncio's sockets and semaphores belong to the loop that runs when they are made.
         await Worker(process).run()
 
-    asyncio.run(run())
+    run_loop(run())
 
 
 if __name__ == "__main__":

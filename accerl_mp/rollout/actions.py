@@ -15,22 +15,22 @@ def parse_action(text: str, admissible: Iterable[str]) -> str | None:
     full stops and exclamation marks, around it quotes and backticks. Of two commands that read alike the last wins.
     Example: `"- Command: Go  East!"` names `go east`.
     """
-    commands = _lookup(admissible)
+    commands = list(admissible)
+    plain = {_plain(command): command for command in commands}
+    bare: dict[str, str] | None = None
     for candidate in _candidates(text):
-        if candidate in commands:
-            return commands[candidate]
+        if candidate in plain:  # a command's own spelling goes before the stripped form of another: "say hi!" beside "say hi"
+            return plain[candidate]
+        if bare is None:  # rarely needed, and dear
+            bare = {normalise(command): command for command in commands}
+        if candidate in bare:
+            return bare[candidate]
     return None
 
 
 def normalise(text: str) -> str:
     """What is left of a reply's first line when everything around a command is dropped; lower case, single spaces."""
     return list(_candidates(text))[-1]
-
-
-def _lookup(admissible: Iterable[str]) -> dict[str, str]:
-    commands = list(admissible)
-    # A command's own spelling goes before the stripped form of another: "say hi!" beside "say hi".
-    return {normalise(command): command for command in commands} | {_plain(command): command for command in commands}
 
 
 def _candidates(text: str) -> Iterable[str]:

@@ -3,19 +3,21 @@
 import asyncio
 import itertools
 import logging
+from array import array
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from accerl_mp.rollout.episode import Reply
 from accerl_mp.rollout.loop_timer import LoopTimer
-from accerl_mp.rollout.tasks import first_to_end
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import MessageError
 from accerl_mp.transport.errors import DeadlineExpired
-from accerl_mp.transport.health import Health
+from accerl_mp.transport.health import Health, Wait
+from accerl_mp.transport.loop import LoopSocket
 
 MAX_DEADLINES = 3
 """Deadlines that a turn may miss before this process gives up, while the engine runs."""
@@ -39,6 +41,7 @@ class _Request:
     replica: int
     answer: asyncio.Future[Reply | None]
     """None: ask again, the engine was started anew."""
+    wait: Wait | None = None
 
 
 @dataclass(slots=True)
@@ -60,9 +63,12 @@ class InferenceClient:
 
     def __init__(self, paths: RunPaths, health: Health, timer: LoopTimer, *, num_replicas: int, timeout_s: float) -> None:
         self._health, self._timer, self._timeout_s = health, timer, timeout_s
-        self._context = sockets.new_async_context()
+        self._context = sockets.new_context()
         self._sockets = [
-            sockets.connect_dealer(self._context, paths, channels.REQUESTS, identity=health.name, index=index)
+            LoopSocket(
+                sockets.connect_dealer(self._context, paths, channels.REQUESTS, identity=health.name, index=index),
+                partial(self._take, index),
+            )
             for index in range(num_replicas)
         ]
         self._pids = [self._pid(index) for index in range(num_replicas)]
@@ -72,15 +78,23 @@ class InferenceClient:
         """Turns submitted again so far."""
 
     async def run(self) -> None:
-        """Receives replies until cancelled. Whoever calls `generate` keeps this running."""
-        await first_to_end(self._watch_engines(), *(self._receive(index) for index in range(len(self._sockets))))
+        """Watches over what is asked until cancelled; Closed or PeerLost at the run's end. Whoever calls `generate` keeps this running."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            self._check_waits()
+            for socket in self._sockets:
+                socket.check()
+            for replica, pid in enumerate(self._pids):
+                self._pids[replica] = self._pid(replica)
+                if pid not in (0, self._pids[replica]):
+                    self._ask_again(replica)
 
     async def generate(self, *, episode_id: int, prompt: list[int], max_tokens: int, temperature: float, salt_version: int) -> Reply:
         """A turn's reply, submitted as often as it takes. An aborted one comes back only if the engine aborts again and again."""
         replica = episode_id % len(self._sockets)
         message = {
             "episode_id": episode_id,
-            "prompt": np.asarray(prompt, np.int32).tobytes(),
+            "prompt": array("i", prompt).tobytes(),
             "max_tokens": max_tokens,
             "temperature": temperature,
             "salt_version": salt_version,
@@ -118,41 +132,38 @@ class InferenceClient:
         self._requests[request_id] = request
         what = f"inference/{replica} to reply to episode {message['episode_id']}"
         try:
-            await self._sockets[replica].send(channels.pack("request", {"id": request_id, **message}))
+            self._sockets[replica].send(channels.pack("request", {"id": request_id, **message}))
             with (
                 self._timer.waiting("reply"),
-                self._health.waiting(what, self._timeout_s, flag="--request-timeout-s", peer=f"inference/{replica}") as wait,
+                self._health.waiting(what, self._timeout_s, flag="--request-timeout-s", peer=f"inference/{replica}") as request.wait,
             ):
-                while not request.answer.done():
-                    wait.check()
-                    await asyncio.wait([request.answer], timeout=_POLL_S)
-            return request.answer.result()
+                return await request.answer
         finally:
             del self._requests[request_id]
 
-    async def _receive(self, replica: int) -> None:
-        while True:
-            data = await self._sockets[replica].recv()
-            try:
-                message = channels.unpack("reply", data)
-            except MessageError as error:
-                _log.error("inference/%d sent a reply that is none, its turn is asked again at its deadline: %s", replica, error)
-                continue
-            request = self._requests.get(message["id"])
-            if request is None or request.answer.done():
-                continue  # an answer to an earlier try
-            try:
-                request.answer.set_result(_reply(message))
-            except InferenceError as error:
-                request.answer.set_exception(error)
+    def _take(self, replica: int, frames: list[bytes]) -> None:
+        """A message has come."""
+        try:
+            message = channels.unpack("reply", b"".join(frames))
+        except MessageError as error:
+            _log.error("inference/%d sent a reply that is none, its turn is asked again at its deadline: %s", replica, error)
+            return
+        request = self._requests.get(message["id"])
+        if request is None or request.answer.done():
+            return  # an answer to an earlier try
+        try:
+            request.answer.set_result(_reply(message))
+        except InferenceError as error:
+            request.answer.set_exception(error)
 
-    async def _watch_engines(self) -> None:
-        while True:
-            await asyncio.sleep(_POLL_S)
-            for replica, pid in enumerate(self._pids):
-                self._pids[replica] = self._pid(replica)
-                if pid not in (0, self._pids[replica]):
-                    self._ask_again(replica)
+    def _check_waits(self) -> None:
+        """One look at all deadlines: a timer a request would cost as much as its messages."""
+        for request in list(self._requests.values()):
+            if request.wait is not None and not request.answer.done():
+                try:
+                    request.wait.check()
+                except DeadlineExpired as error:
+                    request.answer.set_exception(error)
 
     def _ask_again(self, replica: int) -> None:
         requests = [request for request in self._requests.values() if request.replica == replica and not request.answer.done()]

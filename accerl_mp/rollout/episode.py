@@ -62,6 +62,16 @@ class Turn:
     def is_trained(self) -> bool:
         return len(self.reply.ids) > 0 and not self.reply.is_aborted
 
+    def as_record(self) -> dict[str, Any]:
+        """What every file of episodes says of a turn."""
+        return {
+            "message": self.message,
+            "reply": self.text,
+            "command": self.command,
+            "reward": self.reward,
+            "finish_reason": self.reply.finish_reason,
+        }
+
 
 @dataclass(slots=True, kw_only=True)
 class Episode:
@@ -98,6 +108,22 @@ class Episode:
     @property
     def num_trained(self) -> int:
         return sum(len(turn.reply.ids) for turn in self.turns if turn.is_trained)
+
+    def as_record(self) -> dict[str, Any]:
+        """What every file of episodes says of how one went, its turns aside."""
+        return {
+            "won": self.won,
+            "lost": self.lost,
+            "truncated": self.truncated,
+            "score": self.observation.score,
+            "max_score": self.observation.max_score,
+            "num_turns": len(self.turns),
+            "num_env_steps": self.num_env_steps,
+            "num_invalid": self.num_invalid,
+            "episode_return": self.episode_return,
+            "num_tokens": self.num_tokens,
+            "seconds": round(self.seconds, 3),
+        }
 
 
 Guard = Callable[[str], AbstractContextManager[Any]]

@@ -105,12 +105,7 @@ def _advantages(samples: list[RLSample]) -> dict[int, list[float]]:
 
 def _turn(turn: Turn, tokenizer: Tokenizer, advantages: list[float] | None) -> dict[str, Any]:
     reply = turn.reply
-    return {
-        "message": turn.message,
-        "reply": turn.text,
-        "command": turn.command,
-        "reward": turn.reward,
-        "finish_reason": reply.finish_reason,
+    return turn.as_record() | {
         "prompt_ids": list(turn.new_ids),
         "prompt_tokens": [tokenizer.text_of(token_id) for token_id in turn.new_ids],
         "ids": reply.ids.tolist(),

@@ -1,6 +1,7 @@
 """The event loop of a rollout process: keeps its slots busy with the episodes of the groups that ingest deals."""
 
 import asyncio
+import contextlib
 import logging
 from functools import partial
 from typing import Any
@@ -20,8 +21,8 @@ from accerl_mp.samples import SampleError
 from accerl_mp.transport.channels import MAX_UNACKED, MetricsSender
 from accerl_mp.transport.process import Process
 
-_TURN_S = 0.01
-"""Between two looks for new deals and finished groups."""
+_TURN_S = 0.05
+"""Longest time between two looks for new deals and finished groups, where there is no news."""
 _REPORT_S = 2.0
 _LOAD_S = 1800.0
 """A trainer may read its model for this long before it waits for inference."""
@@ -43,7 +44,11 @@ class Worker:
             num_replicas=config.inference.infer_size,
             timeout_s=config.inference.request_timeout_s,
         )
-        self._work = WorkClient(paths, process.health, process.index, timeout_s=config.replay.replay_sample_timeout_seconds)
+        self._news = asyncio.Event()
+        """A deal or an ack has come, or an episode has ended."""
+        self._work = WorkClient(
+            paths, process.health, process.index, timeout_s=config.replay.replay_sample_timeout_seconds, on_news=self._news.set
+        )
         self._metrics = MetricsSender(paths, process.name)
         self._tokenizer = Tokenizer.load(paths.tokenizer)
         self._guard = StepGuard(
@@ -98,11 +103,17 @@ class Worker:
     async def _rest(self) -> None:
         """One turn of the loop; where nothing is played it counts as waiting for work, or for acks."""
         if self._num_open:
-            await asyncio.sleep(_TURN_S)
+            await self._until_news()
             return
         waits_for = "ack" if self._work.num_unacked >= MAX_UNACKED else "work"
         with self._timer.waiting(waits_for):
-            await asyncio.sleep(_TURN_S)
+            await self._until_news()
+
+    async def _until_news(self) -> None:
+        """Waits for a deal, an ack or the end of an episode, at most _TURN_S."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), _TURN_S)
+        self._news.clear()
 
     def _start(self, deal: Deal) -> None:
         self._num_open += len(deal.episode_ids)
@@ -122,6 +133,7 @@ class Worker:
             nonlocal num_open
             num_open -= 1
             self._num_open -= 1
+            self._news.set()
 
         try:
             player = self._player(partial(self._guard, group_id=deal.group_id, game_id=deal.game_id))
@@ -133,6 +145,7 @@ class Worker:
             return
         finally:
             self._num_open -= num_open
+            self._news.set()
         self._record(group)
         await self._work.send(group)
 

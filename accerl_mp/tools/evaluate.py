@@ -14,13 +14,22 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from accerl_mp.config import ConfigError
+from accerl_mp.checks import cannot_be_made
+from accerl_mp.config import TEXTWORLD, Config, ConfigError
 from accerl_mp.tools import scores
-from accerl_mp.tools.engine_flags import HelpWithDefaults, add_engine_flags, engine_config, engine_problems, list_played_games
+from accerl_mp.tools.engine_flags import (
+    HelpWithDefaults,
+    add_engine_flags,
+    collecting,
+    engine_config,
+    env_problems,
+    flag_problems,
+    list_played_games,
+)
 from accerl_mp.tools.game_files import read_facts
 from accerl_mp.tools.policies import Policy, find_policy, list_exports
 from accerl_mp.tools.scores import Record
-from accerl_mp.tools.terminal import Terminal, quiet
+from accerl_mp.tools.terminal import Terminal, ToolFailed, quiet
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,10 @@ class Column:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m accerl_mp.tools.evaluate", description=__doc__, formatter_class=HelpWithDefaults, allow_abbrev=False
+        usage="python -m accerl_mp.tools.evaluate RUN_OR_MODEL [RUN_OR_MODEL ...] [FLAGS ...]",
+        description=__doc__,
+        formatter_class=HelpWithDefaults,
+        allow_abbrev=False,
     )
     parser.add_argument("policies", type=Path, nargs="+", metavar="RUN_OR_MODEL", help="run folder (its newest export), export or model")
     parser.add_argument("--all-exports", action="store_true", help="every export of a run folder, not only the newest")
@@ -61,47 +73,47 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def find_policies(args: argparse.Namespace) -> list[Policy]:
-    """ConfigError: all folders that are no models, at once."""
-    policies, problems = [], []
+def prepare(args: argparse.Namespace) -> tuple[list[tuple[Policy, Config]], list[str]]:
+    """Models with their settings, and games; ConfigError with every problem at once."""
+    args.json = args.json or Path("runs/evaluate") / f"{datetime.now():%Y%m%d_%H%M%S}.json"
+    problems, policies = flag_problems(args) + list(cannot_be_made("--json", args.json.parent)), []
+    if args.json.is_dir():
+        problems.append(f"--json {args.json} is a folder; name a file")
+    are_flags_right = not problems
     for path in args.policies:
-        try:
+        with collecting(problems):
             newest = find_policy(path)
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        exports = list_exports(path) if args.all_exports and newest.run_dir == path else [newest.folder]
-        policies += [Policy(newest.name, folder, newest.run_dir) for folder in exports]
+            exports = list_exports(path) if args.all_exports and newest.run_dir == path else [newest.folder]
+            named = [Policy(newest.name, folder, newest.run_dir) for folder in exports]
+            policies += [(policy, engine_config(policy, args) if are_flags_right else policy.config) for policy in named]
+    games: list[str] = []
+    with collecting(problems):
+        games = _games(args, policies)
     if problems:
         raise ConfigError(problems)
-    return policies
+    return policies, games
 
 
-def problems_of(args: argparse.Namespace) -> list[str]:
-    found = engine_problems(args)
-    for name in ("episodes_per_game", "game_limit"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            found.append(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if wrong := [temperature for temperature in args.temperatures if temperature < 0]:
-        found.append(f"--temperatures must be at least 0, got {wrong[0]}")
-    return found
-
-
-def _games(args: argparse.Namespace, policies: list[Policy]) -> list[str]:
-    folders = [policy.config.metrics.eval_game_dir for policy in policies if policy.run_dir]
+def _games(args: argparse.Namespace, policies: list[tuple[Policy, Config]]) -> list[str]:
+    folders = [config.metrics.eval_game_dir for policy, config in policies if policy.run_dir]
     folder = args.eval_game_dir or next((folder for folder in folders if folder), None)
     if folder is None:
         raise ConfigError(["--eval-game-dir is missing, and no run names one: there is nothing to play"])
-    env = args.env or policies[0].config.games.env
-    return list_played_games(folder, args.game_pattern, args.game_limit, needs_json=env == "textworld", option="--eval-game-dir")
+    env = args.env or (policies[0][1].games.env if policies else TEXTWORLD)
+    problems = env_problems(env) if env != args.env else []
+    with collecting(problems):
+        return list_played_games(folder, args.game_pattern, args.game_limit, needs_json=env == TEXTWORLD, option="--eval-game-dir")
+    raise ConfigError(problems)
 
 
-def play_policy(place: int, policy: Policy, games: list[str], args: argparse.Namespace, terminal: Terminal) -> dict[Column, list[Record]]:
+def play_policy(
+    place: int, policy: Policy, config: Config, games: list[str], args: argparse.Namespace, terminal: Terminal
+) -> dict[Column, list[Record]]:
     """All temperatures and seeds of one model, with one engine."""
     from accerl_mp.tools.local_engine import open_engine
     from accerl_mp.tools.playing import open_player, plan_seats, play_seats, without_logprobs
 
-    config, num_episodes = engine_config(policy, args), len(games) * args.episodes_per_game
+    num_episodes = len(games) * args.episodes_per_game
     with ExitStack() as stack:
         with terminal.waiting(f"starting vLLM for {policy.label}"):
             engine = stack.enter_context(open_engine(config))
@@ -129,7 +141,7 @@ def kind_and_length(record: Record) -> str:
         facts = read_facts(Path(record["path"]))
     except ValueError:
         return "?"
-    return f"{facts.kind}, {facts.num_commands} commands"
+    return f"{facts.kind}, {facts.num_commands} commands" if facts.num_commands else f"{facts.kind}, length unknown"
 
 
 def show(columns: dict[Column, list[Record]], terminal: Terminal) -> None:
@@ -144,9 +156,7 @@ def show(columns: dict[Column, list[Record]], terminal: Terminal) -> None:
     terminal.table("win rate by kind and length; columns are the rows above", ["", *numbers], table)
 
 
-def save(columns: dict[Column, list[Record]], broken: list[Record], args: argparse.Namespace) -> Path:
-    file = args.json or Path("runs/evaluate") / f"{datetime.now():%Y%m%d_%H%M%S}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
+def save(columns: dict[Column, list[Record]], broken: list[Record], args: argparse.Namespace) -> None:
     results = [
         {
             "model": str(column.policy.folder),
@@ -159,28 +169,11 @@ def save(columns: dict[Column, list[Record]], broken: list[Record], args: argpar
         }
         for column, records in columns.items()
     ]
-    file.write_text(json.dumps({"seeds": args.seeds, "broken": broken, "results": results}, indent=1) + "\n")
-    return file
+    args.json.write_text(json.dumps({"seeds": args.seeds, "broken": broken, "results": results}, indent=1) + "\n")
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
-    terminal = Terminal()
-    columns: dict[Column, list[Record]] = {}
-    try:
-        if problems := problems_of(args):
-            raise ConfigError(problems)
-        policies = find_policies(args)
-        games = _games(args, policies)
-        log_file = (args.json or Path("runs/evaluate/evaluate.json")).with_suffix(".log")
-        for place, policy in enumerate(policies):
-            with quiet(log_file, terminal):
-                columns |= play_policy(place, policy, games, args, terminal)
-    except ConfigError as error:
-        terminal.say(f"this cannot be evaluated:\n{error}")
-        return 2
-    except KeyboardInterrupt:
-        return 130
+def finish(columns: dict[Column, list[Record]], args: argparse.Namespace, terminal: Terminal) -> int:
+    """Tables to the screen, everything to the file; returns the exit code."""
     broken = [record for records in columns.values() for record in records if "error" in record]
     played = {column: [record for record in records if "error" not in record] for column, records in columns.items()}
     for record in broken[:5]:
@@ -189,8 +182,34 @@ def main(argv: list[str] | None = None) -> int:
         terminal.say("no episode was played to its end")
         return 1
     show(played, terminal)
-    terminal.say(f"results: {save(played, broken, args)}")
+    save(played, broken, args)
+    terminal.say(f"results: {args.json}")
     return 1 if broken else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    terminal = Terminal()
+    columns: dict[Column, list[Record]] = {}
+    try:
+        policies, games = prepare(args)
+        for place, (policy, config) in enumerate(policies):
+            with quiet(args.json.with_suffix(".log"), terminal):
+                columns |= play_policy(place, policy, config, games, args, terminal)
+        return finish(columns, args, terminal)
+    except ConfigError as error:
+        terminal.say(f"this cannot be evaluated:\n{error}")
+        return 2
+    except OSError as error:
+        terminal.say(f"{error.filename or args.json}: {error.strerror}")
+        return 1
+    except (ToolFailed, KeyboardInterrupt) as error:
+        if columns:  # the models that were played to the end
+            finish(columns, args, terminal)
+        is_stopped = isinstance(error, KeyboardInterrupt)
+        num_played = len({column.place for column in columns})
+        terminal.say(f"{'stopped' if is_stopped else error}; {num_played} of {len(args.policies)} models were evaluated")
+        return 130 if is_stopped else 1
 
 
 if __name__ == "__main__":

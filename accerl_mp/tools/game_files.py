@@ -12,7 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.config import ConfigError
 from accerl_mp.games import find_games
+
+_CHALLENGE = re.compile(r"tw-(cooking|coin[_-]collector|treasure[_-]hunter|simple)(?![a-z])")
+"""Any other game is called `tw-` and random letters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +67,38 @@ def _quest_commands(game: dict[str, Any]) -> list[str]:
 
 
 def _kind(path: Path, metadata: dict[str, Any]) -> str:
-    """From the manifest of `make_games`, what a challenge says of itself, or how TextWorld named it (tw-cooking-...)."""
+    """From the manifest of `make_games`, else from how TextWorld's own challenges and the FTWP archive name their games."""
     if listed := _manifest(path.parent.parent).get(f"{path.parent.name}/{path.name}"):
         return listed
-    named = re.match(r"tw-([a-z_]+)", str(metadata.get("uuid") or path.stem))
-    return str(metadata.get("desc") or (named.group(1) if named else "textworld")).lower()
+    named = _CHALLENGE.match(str(metadata.get("uuid") or "")) or _CHALLENGE.match(path.stem)
+    return named[1].replace("_", "-") if named else "textworld"
 
 
 @cache
 def _manifest(folder: Path) -> dict[str, str]:
-    file = folder / "manifest.json"
-    if not file.is_file():
-        return {}
-    return {row["file"]: row["kind"] for row in json.loads(file.read_text()).get("games", [])}
+    return {row["file"]: row["kind"] for row in (read_manifest(folder) or {"games": []})["games"]}
+
+
+def read_manifest(out: Path) -> dict[str, Any] | None:
+    """None: there is none, or it was cut by a full disk."""
+    try:
+        manifest = json.loads((out / "manifest.json").read_text())
+        return manifest if isinstance(manifest["games"], list) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def make_room(out: Path, wanted: dict[str, Any]) -> None:
+    """Games are found by their folder: others beside the new ones would be played too. ConfigError: others are there.
+
+    What an interrupted call left is removed: games by our names, but no manifest.
+    """
+    manifest = read_manifest(out)
+    if manifest is not None and any(manifest.get(name) != value for name, value in wanted.items()):
+        raise ConfigError([f"--out {out} holds games that were made otherwise (manifest.json): name another folder, or remove it"])
+    found = [path for path in out.glob("*/*") if path.is_file()]
+    ours = [path for path in found if re.fullmatch(rf"{re.escape(path.parent.name)}-\d{{4,}}\.\w+", path.name)]
+    if foreign := [path for path in found if path.suffix == ".z8" and path not in ours]:
+        raise ConfigError([f"--out {out} holds other games ({foreign[0].relative_to(out)}): they would be played too; name another folder"])
+    for path in ours:
+        path.unlink()

@@ -2,6 +2,9 @@
 
 import importlib.util
 import itertools
+import os
+import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -18,6 +21,7 @@ from accerl_mp.launcher.environment import become_inference
 from accerl_mp.rollout.episode import Reply
 from accerl_mp.rollout.tokenizer import Tokenizer
 from accerl_mp.rollout.transcript import ChatFormat
+from accerl_mp.transport.health import is_alive
 
 if TYPE_CHECKING:  # vllm is imported once the environment is set
     from accerl_mp.inference.engine import Engine
@@ -67,7 +71,50 @@ def open_engine(config: Config) -> Iterator[LocalEngine]:
 
     Call it from the main thread, before anything has imported torch or vllm. ConfigError: a tokenizer that cannot be used.
     """
-    become_inference(config)
+    with _socket_folder() as sockets:
+        become_inference(config, sockets)
+        with _engine(config) as engine:
+            yield engine
+
+
+@contextmanager
+def _socket_folder() -> Iterator[Path]:
+    """For vLLM's ipc sockets, open to this user alone. Those of tools that were killed are removed."""
+    prefix = f"accerl-{os.getuid()}-tool-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        pid = folder.name.removeprefix(prefix)
+        if pid.isdecimal() and not is_alive(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+    folder = Path(tempfile.gettempdir()) / f"{prefix}{os.getpid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Interrupted(BaseException):
+    """No KeyboardInterrupt: vLLM swallows one while it starts (`zmq_socket_ctx`), and waits for its processes for ten minutes more."""
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Ctrl+C ends the block with KeyboardInterrupt, whatever is caught in it."""
+
+    def interrupt(*_: object) -> None:
+        raise _Interrupted
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except _Interrupted:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _engine(config: Config) -> Iterator[LocalEngine]:
     # Python's spawn runs the parent's main module again in each child; under this name it runs what lets the child die with us.
     sys.modules["__main__"].__spec__ = importlib.util.find_spec("accerl_mp.inference.child")
     from accerl_mp.inference.engine import Engine
@@ -79,7 +126,8 @@ def open_engine(config: Config) -> Iterator[LocalEngine]:
         if problems := export_tokenizer(config.model, folder):
             raise ConfigError(problems)
         stop_ids, tokenizer = find_stop_ids(folder, config.inference.infer_stop), Tokenizer.load(folder)
-    engine = Engine.start(config, stop_ids, load_format="auto")
+    with _interruptible():
+        engine = Engine.start(config, stop_ids, load_format="auto")
     try:
         yield LocalEngine(engine, tokenizer)
     finally:

@@ -13,7 +13,9 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,10 +26,14 @@ import textworld
 from textworld.generator import compile_game, make_grammar, make_quest, make_world
 from textworld.generator.chaining import QuestGenerationError
 from textworld.generator.game import Game, GameOptions
+from textworld.generator.inform7.world2inform7 import CouldNotCompileGameError
 
+from accerl_mp.checks import cannot_be_made, not_a_pattern, out_of_bounds
+from accerl_mp.config import ConfigError
 from accerl_mp.tools import challenges
-from accerl_mp.tools.game_files import hash_lines, overlaps, read_facts
+from accerl_mp.tools.game_files import hash_lines, make_room, overlaps, read_facts, read_manifest
 from accerl_mp.tools.terminal import Terminal
+from accerl_mp.transport.process import die_with_parent
 
 QUEST = "quest"
 KINDS = ("take", "open", "put", "unlock", "insert", "eat", "drop", "close", "lock")
@@ -222,7 +228,7 @@ def make_all(recipes: list[Recipe], out: Path, num_processes: int) -> list[MadeG
         todo = recipes
         while todo:
             doubles = []
-            for game in pool.map(make_game, todo, [str(out / recipe.split) for recipe in todo]):
+            for game in pool.map(make_game, todo, [str(out / recipe.split) for recipe in todo]):  # the rest is cancelled if one fails
                 if game.keys & seen:
                     doubles.append(_another(game.recipe, len(made)))
                     continue
@@ -237,7 +243,13 @@ def _pool(num_processes: int) -> ProcessPoolExecutor:
     # Sets of names come out in hash order: a fixed hash seed makes the same games in every process. It must be in
     # the environment before a child's interpreter starts, hence spawn.
     os.environ["PYTHONHASHSEED"] = "0"
-    return ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_process)
+
+
+def _begin_process() -> None:
+    """Ctrl+C is the parent's, and nobody works on for one that was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
 
 
 def make_splits(out: Path, *, num_train: int, num_heldout: int, seed: int, num_processes: int) -> list[MadeGame]:
@@ -258,18 +270,18 @@ def write_games(out: Path, recipes: list[Recipe], wanted: dict[str, Any], num_pr
 
 def is_made(out: Path, **wanted: Any) -> bool:
     """True where these very games are there already."""
-    manifest_file = out / "manifest.json"
-    if not manifest_file.is_file():
+    manifest = read_manifest(out)
+    if manifest is None or any(manifest.get(name) != value for name, value in {"textworld": textworld.__version__, **wanted}.items()):
         return False
-    manifest = json.loads(manifest_file.read_text())
-    same = all(manifest.get(name) == value for name, value in {"textworld": textworld.__version__, **wanted}.items())
     files = [out / game["file"] for game in manifest["games"]]
-    return same and all(file.is_file() and file.with_suffix(".json").is_file() for file in files)
+    return all(file.is_file() and file.with_suffix(".json").is_file() for file in files)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m accerl_mp.tools.make_games", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="python -m accerl_mp.tools.make_games --out DIR [FLAGS ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, help="folder to write to")
     parser.add_argument("--kind", choices=[QUEST, *challenges.SIZES], default=QUEST, help="what the games are like [quest]")
@@ -286,7 +298,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_folders(folders: list[Path], pattern: str, terminal: Terminal) -> int:
-    """Says which games have the same content; returns the exit code."""
+    """Says which games have the same content; returns the exit code. ConfigError: folders that are none."""
+    if problems := [f"--check {folder}: no such folder" for folder in folders if not folder.is_dir()]:
+        raise ConfigError(problems)
+    if not_a_pattern(pattern):
+        raise ConfigError([f"--game-pattern {pattern!r}: it must be a pattern of files, such as *.z8"])
     if len(folders) == 1:
         folders = sorted(path for path in folders[0].iterdir() if path.is_dir()) or folders
     counts, pairs = overlaps(folders, pattern)
@@ -298,35 +314,56 @@ def check_folders(folders: list[Path], pattern: str, terminal: Terminal) -> int:
     return 1 if pairs or not sum(counts.values()) else 0
 
 
-def _splits(args: argparse.Namespace) -> dict[str, int]:
-    """ValueError: not NAME=N."""
+def _splits(args: argparse.Namespace, problems: list[str]) -> dict[str, int]:
     splits = {"train": args.num_train, "heldout": args.num_heldout} if not args.split else {}
     for text in args.split:
         name, _, number = text.partition("=")
         if not name.replace("-", "").replace("_", "").isalnum() or not number.isdecimal():
-            raise ValueError(f"--split {text}: must be NAME=N")
-        splits[name] = int(number)
+            problems.append(f"--split {text}: must be NAME=N")
+        elif name in splits:
+            problems.append(f"--split {text}: {name} is there twice")
+        else:
+            splits[name] = int(number)
+    for name, count in zip(("num_train", "num_heldout"), (args.num_train, args.num_heldout), strict=True):
+        if count < 0:
+            problems.append(f"--{name.replace('_', '-')} must be at least 0, got {count}")
+    if not problems and not sum(splits.values()):
+        problems.append("no split has a game: there is nothing to make")
     return splits
 
 
+def _plan(args: argparse.Namespace) -> tuple[list[Recipe], dict[str, Any]]:
+    """Recipes, and what the manifest says of them; ConfigError with every problem at once."""
+    problems = [*cannot_be_made("--out", args.out), *out_of_bounds("seed", args.seed, "--seed")]
+    if args.processes < 1:
+        problems.append(f"--processes must be at least 1, got {args.processes}")
+    splits, settings = _splits(args, problems), None
+    if args.kind != QUEST:
+        try:
+            settings = challenges.settings_of(args.kind, args.size, args.set)
+        except ValueError as error:
+            problems.append(str(error))
+    elif args.set or args.size != "small":
+        problems.append("--size and --set have no effect on --kind quest: leave them out")
+    if problems:
+        raise ConfigError(problems)
+    if settings is None:
+        recipes = [recipe for split, count in splits.items() for recipe in plan_split(split, count, args.seed)]
+        return recipes, {"seed": args.seed, **{f"num_{split}": count for split, count in splits.items()}}
+    recipes = [recipe for split, count in splits.items() for recipe in plan_challenges(args.kind, settings, split, count, args.seed)]
+    return recipes, {"seed": args.seed, "kind": args.kind, "settings": settings, "splits": splits}
+
+
 def _make(args: argparse.Namespace, terminal: Terminal) -> int:
-    """ValueError: flags that cannot work, or a kind that has no more different games."""
-    splits, seed = _splits(args), args.seed
-    if args.kind == QUEST:
-        if args.set or args.size != "small":
-            raise ValueError("--size and --set have no effect on --kind quest: leave them out")
-        recipes = [recipe for split, count in splits.items() for recipe in plan_split(split, count, seed)]
-        wanted = {"seed": seed, **{f"num_{split}": count for split, count in splits.items()}}
-    else:
-        settings = challenges.settings_of(args.kind, args.size, args.set)
-        recipes = [recipe for split, count in splits.items() for recipe in plan_challenges(args.kind, settings, split, count, seed)]
-        wanted = {"seed": seed, "kind": args.kind, "settings": settings, "splits": splits}
-    what = ", ".join(f"{count} {split}" for split, count in splits.items())
+    """ConfigError: flags that cannot work. ValueError: a kind that has no more different games."""
+    recipes, wanted = _plan(args)
     if is_made(args.out, **wanted):
         terminal.say(f"{args.out}: these games are there already")
         return 0
+    make_room(args.out, wanted)
     write_games(args.out, recipes, wanted, args.processes)
-    terminal.say(f"{args.out}: {what} games, all different")
+    counts = Counter(recipe.split for recipe in recipes)
+    terminal.say(f"{args.out}: {', '.join(f'{count} {split}' for split, count in counts.items())} games, all different")
     return 0
 
 
@@ -338,9 +375,22 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--out is missing: where should the games go?")
     try:
         return check_folders(args.check, args.game_pattern, terminal) if args.check else _make(args, terminal)
+    except ConfigError as error:
+        terminal.say(f"make_games: this cannot be done:\n{error}")
+        return 2
     except (ValueError, AssertionError, NoQuestError) as error:  # TextWorld asserts what its settings allow
         terminal.say(f"make_games: {error}")
         return 2
+    except (OSError, RuntimeError) as error:  # a process of the pool that died is a RuntimeError, too
+        *told, last = str(error).strip().splitlines() or [type(error).__name__]
+        for line in told:  # a compiler says more than one
+            terminal.say(f"    {line}")
+        reason = f"a game could not be compiled (is the disk full?): {last}" if isinstance(error, CouldNotCompileGameError) else last
+        terminal.say(f"make_games: {reason}; there is no manifest.json: the same command begins anew")
+        return 1
+    except KeyboardInterrupt:
+        terminal.say("make_games: stopped; there is no manifest.json: the same command begins anew")
+        return 130
 
 
 if __name__ == "__main__":

@@ -14,18 +14,30 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
-from accerl_mp.config import Config, ConfigError
+from accerl_mp.checks import cannot_be_made
+from accerl_mp.config import TEXTWORLD, Config, ConfigError
 from accerl_mp.tools import scores
-from accerl_mp.tools.engine_flags import HelpWithDefaults, add_engine_flags, engine_config, engine_problems, list_played_games
+from accerl_mp.tools.engine_flags import (
+    HelpWithDefaults,
+    add_engine_flags,
+    collecting,
+    engine_config,
+    env_problems,
+    flag_problems,
+    list_played_games,
+)
 from accerl_mp.tools.policies import find_policy
 from accerl_mp.tools.scores import Record
-from accerl_mp.tools.terminal import Terminal, quiet
+from accerl_mp.tools.terminal import Terminal, ToolFailed, plain, quiet
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The reference's flags first, then ours."""
     parser = argparse.ArgumentParser(
-        prog="python -m accerl_mp.tools.play", description=__doc__, formatter_class=HelpWithDefaults, allow_abbrev=False
+        usage="python -m accerl_mp.tools.play --model-path MODEL_OR_RUN --game-dir GAMES [FLAGS ...]",
+        description=__doc__,
+        formatter_class=HelpWithDefaults,
+        allow_abbrev=False,
     )
     _add_what(parser.add_argument_group("what is played"))
     _add_replies(parser.add_argument_group("replies"))
@@ -62,32 +74,34 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--verbose", action="store_true", help="print each turn of each episode as it ends")
 
 
-def problems_of(args: argparse.Namespace) -> list[str]:
-    """Every flag that cannot work."""
-    found = [
-        f"--{name.replace('_', '-')} must be at least 1, got {value}"
-        for name in ("episodes", "game_limit", "num_samples")
-        if (value := getattr(args, name)) is not None and value < 1
-    ]
-    if args.temperature < 0:
-        found.append(f"--temperature must be at least 0, got {args.temperature}")
-    if not 0 < args.top_p <= 1:
-        found.append(f"--top-p must be in (0, 1], got {args.top_p}")
-    if args.history_steps is not None and args.history_steps < 0:
-        found.append(f"--history-steps must be at least 0, got {args.history_steps}")
-    if args.model_path is None and not args.human:
-        found.append("--model-path is missing: there is nobody to play (--human: you)")
-    return found if args.human else found + engine_problems(args)
+def prepare(args: argparse.Namespace) -> tuple[Config, list[str]]:
+    """Settings and games; ConfigError with every problem at once."""
+    out = args.out or Path("runs/play") / f"{datetime.now():%Y%m%d_%H%M%S}"
+    args.out, config, games = out, Config(), []
+    problems = flag_problems(args) + list(cannot_be_made("--out", out))
+    with collecting(problems, "--model-path "):
+        if args.model_path is not None:
+            policy = find_policy(args.model_path)
+            config = policy.config if args.human or problems else engine_config(policy, args)
+        elif not args.human:
+            problems.append("--model-path is missing: there is nobody to play (--human: you)")
+    env = args.env or config.games.env
+    with collecting(problems):
+        games = list_played_games(args.game_dir, args.game_pattern, args.game_limit, needs_json=env == TEXTWORLD)
+    if env != args.env:
+        problems += env_problems(env)
+    if problems:
+        raise ConfigError(problems)
+    return config, games
 
 
-def play_with_model(args: argparse.Namespace, terminal: Terminal, out: Path) -> list[Record]:
+def play_with_model(config: Config, games: list[str], args: argparse.Namespace, terminal: Terminal) -> list[Record]:
     """Every episode; records are written as episodes end."""
     # After the environment is set, in open_engine: rollout's modules load TextWorld, the engine torch.
     from accerl_mp.tools.local_engine import open_engine
     from accerl_mp.tools.playing import open_player, plan_seats, play_seats, without_logprobs
 
-    config = engine_config(find_policy(args.model_path), args)
-    games = list_played_games(args.game_dir, args.game_pattern, args.game_limit, needs_json=config.games.env == "textworld")
+    out = args.out
     seats = plan_seats(games, args.episodes or len(games), seed=args.seed, temperature=args.temperature)
     with quiet(out / "play.log", terminal), (out / "episodes.jsonl").open("w", buffering=1) as file, ExitStack() as stack:
         with terminal.waiting("starting vLLM"):
@@ -113,20 +127,28 @@ def _show_turns(record: Record, terminal: Terminal) -> None:
     terminal.say(f"{record['game']} #{record['episode']}      {'won' if record.get('won') else 'not won'}")
 
 
-def play_with_person(args: argparse.Namespace, out: Path) -> list[Record]:
-    from accerl_mp.rollout.env import find_env
+def play_with_person(config: Config, games: list[str], args: argparse.Namespace) -> list[Record]:
+    from accerl_mp.rollout.env import EnvError, find_env, game_name
     from accerl_mp.tools.human import play_by_hand
 
-    config = find_policy(args.model_path).config if args.model_path else Config()
-    env_name = args.env or config.games.env
-    games = list_played_games(args.game_dir, args.game_pattern, args.game_limit, needs_json=env_name == "textworld")
+    open_env = find_env(args.env or config.games.env)
+    max_turns = args.max_episode_steps or config.games.tw_max_episode_steps
+    sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding has not every letter of a game
     records: list[Record] = []
-    with (out / "episodes.jsonl").open("w", buffering=1) as file:
+
+    def show(text: str) -> None:
+        print(plain(text))
+
+    with (args.out / "episodes.jsonl").open("w", buffering=1) as file:
         for number in range(args.episodes or len(games)):
-            env = find_env(env_name)(games[number % len(games)])
-            max_turns = args.max_episode_steps or config.games.tw_max_episode_steps
-            record = play_by_hand(env, number=number, seed=args.seed + number, max_turns=max_turns, ask=lambda: input("> "), show=print)
-            env.close()
+            path = games[number % len(games)]
+            try:
+                env = open_env(path)
+                record = play_by_hand(env, number=number, seed=args.seed + number, max_turns=max_turns, ask=lambda: input("> "), show=show)
+            except EnvError as error:
+                record = {"game": game_name(path), "path": path, "episode": number, "error": str(error)}
+            else:
+                env.close()
             if record is None:
                 break
             records.append(record)
@@ -152,19 +174,24 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     terminal = Terminal()
     try:
-        if problems := problems_of(args):
-            raise ConfigError(problems)
+        config, games = prepare(args)
         if args.fallback_action:
             terminal.say("--fallback-action has no effect: an invalid reply is told to the model, and counts")
-        out = args.out or Path("runs/play") / f"{datetime.now():%Y%m%d_%H%M%S}"
-        out.mkdir(parents=True, exist_ok=True)
-        records = play_with_person(args, out) if args.human else play_with_model(args, terminal, out)
+        args.out.mkdir(parents=True, exist_ok=True)
+        records = play_with_person(config, games, args) if args.human else play_with_model(config, games, args, terminal)
+        return finish(records, terminal, args.out)
     except ConfigError as error:
         terminal.say(f"this cannot be played:\n{error}")
         return 2
+    except ToolFailed as error:
+        terminal.say(str(error))
+        return 1
+    except OSError as error:
+        terminal.say(f"{error.filename or args.out}: {error.strerror}; what could be written is in {args.out}")
+        return 1
     except KeyboardInterrupt:
+        terminal.say(f"stopped; what was played is in {args.out}")
         return 130
-    return finish(records, terminal, out)
 
 
 if __name__ == "__main__":

@@ -91,17 +91,7 @@ def describe(seat: Seat, episode: Episode) -> Record:
         "episode": seat.number,
         "seed": seat.seed,
         "temperature": seat.temperature,
-        "won": episode.won,
-        "lost": episode.lost,
-        "truncated": episode.truncated,
-        "score": episode.observation.score,
-        "max_score": episode.observation.max_score,
-        "num_turns": len(episode.turns),
-        "num_env_steps": episode.num_env_steps,
-        "num_invalid": episode.num_invalid,
-        "episode_return": episode.episode_return,
-        "num_tokens": episode.num_tokens,
-        "seconds": round(episode.seconds, 3),
+        **episode.as_record(),
         "system": SYSTEM,
         "turns": [_turn(turn) for turn in episode.turns],
         "last_observation": episode.observation.text,
@@ -109,15 +99,9 @@ def describe(seat: Seat, episode: Episode) -> Record:
 
 
 def _turn(turn: Turn) -> Record:
-    reply = turn.reply
-    return {
-        "message": turn.message,
-        "reply": turn.text,
-        "command": turn.command,
-        "reward": turn.reward,
-        "finish_reason": reply.finish_reason,
-        "token_ids": reply.ids.tolist(),
-        "logprobs": [round(value, 5) for value in reply.logprobs.tolist()],
+    return turn.as_record() | {
+        "token_ids": turn.reply.ids.tolist(),
+        "logprobs": [round(value, 5) for value in turn.reply.logprobs.tolist()],
     }
 
 

@@ -26,16 +26,11 @@ class Policy:
         step = _step(self.folder)
         return self.name + (f" (step {step})" if step is not None else "")
 
-    def longest_context(self) -> int:
-        """Positions that the model's config knows; a large number where it names none."""
-        config = json.loads((self.folder / "config.json").read_text())
-        text = config.get("text_config", config)
-        return int(text.get("max_position_embeddings") or 1 << 20)
-
 
 def find_policy(path: Path) -> Policy:
     """ConfigError says what is missing."""
     if (path / "args.json").is_file():
+        _load_settings(path)
         exports = list_exports(path)
         if not exports:
             raise ConfigError([f"{path}: a run without an export, so there is no model to play with; train with --save-checkpoint"])
@@ -45,7 +40,18 @@ def find_policy(path: Path) -> Policy:
     if not (path / "config.json").is_file():
         raise ConfigError([f"{path}: neither config.json (a model) nor args.json (a run) is in it"])
     runs = [parent for parent in path.resolve().parents[:3] if (parent / "args.json").is_file()]
+    for run in runs[:1]:
+        _load_settings(run)
     return Policy(str(path), path, runs[0] if runs else None)
+
+
+def _load_settings(run_dir: Path) -> None:
+    """ConfigError: settings of another version, or a file that was cut."""
+    try:
+        Config.load(run_dir / "args.json")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = "; ".join(error.problems) if isinstance(error, ConfigError) else str(error)
+        raise ConfigError([f"{run_dir}: its args.json cannot be read ({reason})"]) from error
 
 
 def list_exports(run_dir: Path) -> list[Path]:
@@ -59,5 +65,7 @@ def list_exports(run_dir: Path) -> list[Path]:
 
 
 def _step(folder: Path) -> int | None:
-    state = folder / "trainer_state.json"
-    return json.loads(state.read_text()).get("optimizer_step") if state.is_file() else None
+    try:
+        return json.loads((folder / "trainer_state.json").read_text()).get("optimizer_step")
+    except (OSError, ValueError, AttributeError):  # not one of ours, or cut
+        return None

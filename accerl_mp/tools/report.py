@@ -13,9 +13,11 @@ import collections
 import hashlib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,13 @@ from accerl_mp.config import Config, ConfigError
 from accerl_mp.stats.bottleneck import sentence
 from accerl_mp.tools import report_charts
 from accerl_mp.tools.report_charts import CHARTS, Chart, Drawn, Series, shown
-from accerl_mp.tools.report_episodes import as_data, chosen
+from accerl_mp.tools.report_episodes import as_data, fitting
 from accerl_mp.tools.run_folder import NoRunError, Row, RunFolder, find_run
+from accerl_mp.tools.scores import wilson
 
 _PAGE = Path(__file__).parent / "page"
+_MOST_BYTES = 32 << 20
+"""Of the transcripts in a page: what a phone still opens."""
 
 
 def build(run: RunFolder, *, most_episodes: int = 40) -> str:
@@ -36,8 +41,9 @@ def build(run: RunFolder, *, most_episodes: int = 40) -> str:
     run.metrics()
     charts = [drawn for chart in CHARTS if (drawn := report_charts.draw(chart, 0, chart_series(run, chart)))]
     charts = [_numbered(drawn, number) for number, drawn in enumerate(charts)]
-    names = run.transcript_names()
-    episodes = [as_data(name, transcript) for name in chosen(names, most_episodes) if (transcript := run.transcript(name))]
+    sizes = run.transcript_sizes()
+    picked = fitting(sizes, most_episodes, _MOST_BYTES)
+    episodes = [as_data(name, transcript) for name in picked if (transcript := run.transcript(name))]
     data = {
         "geometry": {"left": report_charts.LEFT, "right": report_charts.RIGHT, "width": report_charts.WIDTH},
         "charts": [drawn.data for drawn in charts],
@@ -49,7 +55,7 @@ def build(run: RunFolder, *, most_episodes: int = 40) -> str:
         else _soft("No round has closed yet."),
         "Evaluations": evaluation_tables(run.evaluations()),
         "What bounded the run": bounds(run),
-        "Transcripts": viewer(len(episodes), len(names)),
+        "Transcripts": viewer(len(episodes), len(sizes)),
         "Settings": settings(run),
         "Restarts": restarts(run),
     }
@@ -81,12 +87,12 @@ def _evaluation_row(one: Row) -> list[str]:
         return shown(one[tag], unit) if tag in one else "-"
 
     episodes = one.get("Eval/Episodes", 0)
-    low, high = wilson(one.get("Eval/WinRate", 0.0), episodes) if episodes else (0.0, 1.0)
+    won = wilson(one.get("Eval/WinRate", 0.0) * episodes, episodes)
     return [
         str(one.get("step", "-")),
         str(one.get("version", "-")),
         cell("Eval/WinRate"),
-        f"{100 * low:.0f} to {100 * high:.0f} %",
+        f"{100 * won.low:.0f} to {100 * won.high:.0f} %",
         *(cell(f"Eval/{name}") for name in ("NormalizedScore", "InvalidActionRate")),
         cell("Eval/EnvStepsMean", ""),
         cell("Eval/TruncatedRate"),
@@ -109,12 +115,6 @@ def _wins(game: Row | None) -> str:
     return f"{sum(bool(episode['won']) for episode in game['episodes'])} of {len(game['episodes'])}" if game else "-"
 
 
-def wilson(share: float, count: float, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a share of `count` independent episodes."""
-    centre, spread = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return (centre - spread) / (1 + z * z / count), (centre + spread) / (1 + z * z / count)
-
-
 def bounds(run: RunFolder) -> str:
     """How many rounds were bound by what, and the last sentence of each kind."""
     try:
@@ -126,7 +126,9 @@ def bounds(run: RunFolder) -> str:
     for one in said:
         kinds[one.partition(":")[0]].append(one)
     rows = [[f"{len(found)} of {len(said)}", found[-1]] for found in sorted(kinds.values(), key=len, reverse=True)]
-    return _table(("rounds", "the last time"), rows, num_text=2) if rows else _soft("No round has closed yet.")
+    if not rows:
+        return _soft("No round has closed yet.")
+    return re.sub(r"--[a-z-]+", r'<span class="flag">\g<0></span>', _table(("rounds", "the last time"), rows, num_text=2))
 
 
 def viewer(num_shown: int, num_written: int) -> str:
@@ -177,7 +179,7 @@ def restarts(run: RunFolder) -> str:
 
 
 def _document(run: RunFolder, sections: Mapping[str, str], data: Mapping[str, Any]) -> str:
-    style, script = (_PAGE / "style.css").read_text(), (_PAGE / "script.js").read_text()
+    style, script = ((_PAGE / name).read_text(encoding="utf-8") for name in ("style.css", "script.js"))
     allowed = f"style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     name = run.run_dir.resolve().name
@@ -237,13 +239,9 @@ def _table(head: Iterable[str], rows: Iterable[Sequence[str]], *, num_text: int 
 
 
 def _flag(value: Any) -> str:
-    return (
-        "-"
-        if value is None or value == ""
-        else {True: "on", False: "off"}.get(value, str(value))
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if value is None or value == "":
+        return "-"
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 def _soft(text: str) -> str:
@@ -260,7 +258,9 @@ def _digest(text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("accerl_mp.tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m accerl_mp.tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder, or a folder of runs: the newest")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: RUN/report.html)")
     parser.add_argument("--episodes", type=int, default=40, metavar="N", help="most transcripts in the page (default: 40)")
@@ -273,11 +273,14 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     out = args.out or run.run_dir / "report.html"
     page = build(run, most_episodes=args.episodes)
+    temporary = out.with_name(out.name + ".new")
     try:
-        temporary = out.with_name(out.name + ".new")
-        temporary.write_text(page)
+        # Half a surrogate, which a broken reply may hold, has no bytes of its own.
+        temporary.write_text(page, encoding="utf-8", errors="replace")
         temporary.replace(out)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         parser.error(f"--out {out}: cannot be written ({error.strerror})")
     print(f"{out} ({len(page) / 2**20:.1f} MiB)")
     return 0

@@ -21,6 +21,15 @@ def chosen(names: Sequence[str], most: int) -> list[str]:
     return picked + spread(others, most - len(picked))
 
 
+def fitting(sizes_bytes: Mapping[str, int], most: int, most_bytes: int) -> list[str]:
+    """As `chosen`, fewer where their files are larger than `most_bytes` together: a page of hundreds of MiB opens nowhere. One at least."""
+    names = list(sizes_bytes)
+    picked = chosen(names, most)
+    while len(picked) > 1 and (total := sum(sizes_bytes[name] for name in picked)) > most_bytes:
+        picked = chosen(names, max(1, min(len(picked) - 1, len(picked) * most_bytes // total)))
+    return picked
+
+
 def spread(items: Sequence[T], most: int) -> list[T]:
     """`most` of them at even distances, the first and the last among them."""
     if len(items) <= most:

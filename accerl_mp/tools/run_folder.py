@@ -104,9 +104,9 @@ class RunFolder:
         found = (re.match(r"(\d\d:\d\d:\d\d)\S* supervisor/0 WARNING? +(.*starts again.*)", line) for line in lines)
         return [Restart(match[1], match[2]) for match in found if match]
 
-    def transcript_names(self) -> list[str]:
-        """Files of `episodes/` (`rollout/records.py`), those of training and of evaluations each in order."""
-        return sorted(path.name for path in (self.run_dir / "episodes").glob("*.json"))
+    def transcript_sizes(self) -> dict[str, int]:
+        """Bytes of the files of `episodes/` (`rollout/records.py`), those of training and of evaluations each in order."""
+        return {path.name: path.stat().st_size for path in sorted((self.run_dir / "episodes").glob("*.json"))}
 
     def transcript(self, name: str) -> Row | None:
         """With `"trained"`: the lines of the file beside it (`trainer/witness.py`). None while it is being written."""
@@ -119,7 +119,7 @@ class RunFolder:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return ""
 

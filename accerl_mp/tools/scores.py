@@ -30,7 +30,7 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def wilson(successes: int, trials: int) -> Estimate:
+def wilson(successes: float, trials: float) -> Estimate:
     """A rate. Without trials: nan within [0, 1].
 
     Example: `wilson(0, 20)` is 0 within [0, 0.161].

@@ -9,6 +9,7 @@ trainer: an update comes every `--grad-accum-steps` of them, and a rest at the e
 """
 
 import argparse
+import math
 import socket
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from accerl_mp.config import Config
+from accerl_mp.checks import cannot_be_made, out_of_bounds
+from accerl_mp.config import Config, ConfigError
+from accerl_mp.model_folder import folder_problems
 from accerl_mp.models.build import select_trainable
 from accerl_mp.models.fsdp import shard
 from accerl_mp.models.names import remember_conversion
@@ -47,7 +50,9 @@ PAIRS = [
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m accerl_mp.tools.sft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--model-path", type=Path, required=True, help="local HuggingFace directory")
     add("--device", default="auto", help="cuda:0, cpu, ...; auto: the first GPU, else the CPU")
@@ -66,7 +71,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt-weight", type=float, default=0.1, help="weight of the loss on prompt tokens (walks)")
     add("--mistake-weight", type=float, default=0.0, help="weight of replies that are not the best command (walks)")
     add("--out", type=Path, help="folder to save the model to (default: nothing is saved)")
-    add("--save-steps", type=int, nargs="*", default=[], help="also save to OUT/step-N after so many micro-steps")
+    add("--save-steps", type=int, nargs="*", default=[], help="also save to OUT-step-N after so many micro-steps")
     add("--num-workers", type=int, default=0, help="processes that build batches")
     add("--log-every", type=int, default=1, help="micro-steps between two lines")
     add("--seed", type=int, default=42, help="of the order of examples")
@@ -78,12 +83,33 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--fsdp-master-port", type=int, help="likewise (default: a free port)")
     add("--fsdp-rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    for name in ("max_steps", "batch_size", "grad_accum_steps", "dataset_repeat", "fsdp_world_size"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.device == "auto":
         args.device = "cuda:0" if torch.cuda.is_available() else "cpu"
     return args
+
+
+def problems_of(args: argparse.Namespace) -> list[str]:
+    """Every flag that cannot work."""
+    found = list(folder_problems(args.model_path))
+    for name in ("max_length", "max_steps", "batch_size", "grad_accum_steps", "dataset_repeat", "log_every", "fsdp_world_size"):
+        if getattr(args, name) < 1:
+            found.append(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    for name in ("num_workers", "prompt_weight", "mistake_weight"):
+        if not 0 <= getattr(args, name) < math.inf:
+            found.append(f"--{name.replace('_', '-')} must be at least 0, got {getattr(args, name)}")
+    for name in ("seed", "learning_rate", "lr_warmup_steps", "min_lr_ratio", "weight_decay"):
+        found += out_of_bounds(name, getattr(args, name), f"--{name.replace('_', '-')}")
+    if args.walks and not args.walks.is_file():
+        found.append(f"--walks {args.walks}: no such file")
+    if args.out:
+        found += cannot_be_made("--out", args.out)
+    elif args.save_steps:
+        found.append("--save-steps needs --out: there is no folder to save to")
+    try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:  # no such device, or a torch without CUDA
+        found.append(f"--device {args.device}: {str(error).splitlines()[0]}")
+    return found
 
 
 def load_model(args: argparse.Namespace) -> nn.Module:
@@ -192,7 +218,8 @@ class Reporter:
             if not self._args.fsdp_rank:
                 print(f"step {step}  loss {mean:.4f}  {time.monotonic() - self._started:.1f} s", flush=True)
         if step in self._args.save_steps:
-            save(self._model, self._args, self._args.out / f"step-{step}", step)
+            out = self._args.out  # beside it, not in it: the last save replaces the whole folder
+            save(self._model, self._args, out.with_name(f"{out.name}-step-{step}"), step)
 
 
 def save(model: nn.Module, args: argparse.Namespace, folder: Path, step: int) -> None:
@@ -244,6 +271,9 @@ def free_port() -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.fsdp_rank is None and (problems := problems_of(args)):
+        print(f"sft: this cannot be trained:\n{ConfigError(problems)}", file=sys.stderr)
+        return 2
     if args.use_fsdp and args.fsdp_rank is None:
         return run_ranks(args, sys.argv[1:] if argv is None else argv)
     run(args)

@@ -5,18 +5,34 @@ On a terminal progress is a bar; elsewhere it is a plain line now and then, with
 
 import contextlib
 import os
+import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from accerl_mp.config import ConfigError
 
 _PLAIN_WIDTH = 140
 _LINE_EVERY_S = 10.0
 _LAST_LINES = 15
+_ERROR_LINE = re.compile(r"\b(?:[a-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b: .+")
+"""The last line of a traceback, behind whatever vLLM puts before it."""
+
+
+def plain(text: str) -> str:
+    """Without control characters but line breaks and tabs: what a game, a model or a path says must not steer the terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
+
+
+class ToolFailed(RuntimeError):
+    """What ends a tool with exit code 1: a sentence for the last line."""
 
 
 class Terminal:
@@ -45,16 +61,21 @@ class Terminal:
         self.say(f"{what}: {time.monotonic() - start:.0f} s")
 
     def say(self, text: str) -> None:
-        self.err.print(text, highlight=False, markup=False)
+        self.err.print(plain(text), highlight=False, markup=False)
 
     def table(self, title: str, header: list[str], rows: list[list[str]]) -> None:
-        """Numbers to the right, the first column to the left."""
+        """Numbers to the right, the first column to the left. Where the terminal is too narrow: a block of lines for each row."""
         table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for number, name in enumerate(header):
             table.add_column(name, justify="right" if number else "left", no_wrap=True)
         for row in rows:
-            table.add_row(*row)
-        self.out.print(table, highlight=False, markup=False)
+            table.add_row(*map(plain, row))
+        if self.out.is_terminal and Measurement.get(self.out, self.out.options.update(width=1000), table).maximum > self.out.width:
+            longest = max(map(len, header))
+            lines = [[row[0], *(f"  {name:<{longest}}  {cell}" for name, cell in zip(header[1:], row[1:], strict=True))] for row in rows]
+            self.out.print(plain("\n".join([title, *(line for block in lines for line in block)])), highlight=False, markup=False)
+        else:
+            self.out.print(table, highlight=False, markup=False)
 
     @contextlib.contextmanager
     def _bar(self, what: str, total: int) -> Iterator[Callable[[], None]]:
@@ -81,7 +102,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def quiet(log_file: Path, terminal: Terminal) -> Iterator[None]:
-    """What this process and its children print goes to the log; if the block fails, the log's end is shown."""
+    """What this process and its children print goes to the log. If the block fails, its causes are shown and ToolFailed ends the tool."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     kept = os.dup(1), os.dup(2)
     sys.stdout.flush()
@@ -89,13 +110,20 @@ def quiet(log_file: Path, terminal: Terminal) -> Iterator[None]:
     with log_file.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    begin = log_file.stat().st_size
     try:
         yield
-    except (RuntimeError, OSError, ValueError):
-        terminal.say(f"failed; the end of {log_file}:")
-        for line in log_file.read_text(errors="replace").splitlines()[-_LAST_LINES:]:
-            terminal.say(f"    {line}")
+    except ConfigError:
         raise
+    except (RuntimeError, OSError, ValueError, ImportError, AssertionError) as error:
+        traceback.print_exc()
+        with log_file.open(errors="replace") as file:
+            file.seek(begin)
+            written = file.read().splitlines()
+        terminal.say(f"failed; from {log_file}:")
+        for line in causes_in(written):
+            terminal.say(f"    {line}")
+        raise ToolFailed(f"{type(error).__name__}: {error}") from error
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -104,7 +132,13 @@ def quiet(log_file: Path, terminal: Terminal) -> Iterator[None]:
             os.close(descriptor)
 
 
+def causes_in(lines: list[str]) -> list[str]:
+    """The lines of a log that name an error, each once, in order; the log's end where none does. vLLM tells a process's failure thrice."""
+    named = [match[0] for line in lines if (match := _ERROR_LINE.search(line))]
+    return list(dict.fromkeys(named))[:_LAST_LINES] or lines[-_LAST_LINES:]
+
+
 def _console(descriptor: int) -> Console:
     is_terminal = os.isatty(descriptor)
-    file = os.fdopen(os.dup(descriptor), "w", buffering=1)
+    file = os.fdopen(os.dup(descriptor), "w", buffering=1, errors="replace")  # a terminal of another encoding has not every letter
     return Console(file=file, width=None if is_terminal else _PLAIN_WIDTH, soft_wrap=not is_terminal)

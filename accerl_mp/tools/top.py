@@ -77,7 +77,9 @@ def _keys() -> Iterator:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("accerl_mp.tools.top", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m accerl_mp.tools.top", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder, or a folder of runs: the newest")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two frames (default: 1)")

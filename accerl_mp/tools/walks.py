@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from accerl_mp.rollout.env import Observation, TextWorldEnv, game_name
+from accerl_mp.tools.game_files import read_manifest
 
 MAX_TURNS = 10
 INVALID_SHARE = 0.05
@@ -171,7 +172,7 @@ def load_walks(path: Path) -> list[Walk]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--games", type=Path, required=True, help="manifest.json of accerl_mp.tools.make_games")
-    parser.add_argument("--split", default="train", choices=("train", "heldout"), help="which of its games")
+    parser.add_argument("--split", default="train", help="which of its games")
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--without", type=Path, help="manifest.json whose worlds and quests are left out")
     parser.add_argument("--walks-per-game", type=int, default=8, help="times each game is played")
@@ -180,7 +181,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="the same seed plays the same walks")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that play")
     args = parser.parse_args(argv)
+    for manifest in filter(None, (args.games, args.without)):
+        if read_manifest(manifest.parent) is None:
+            parser.error(f"{manifest}: no manifest of accerl_mp.tools.make_games")
     games = listed_games(args.games, args.split, args.without)
+    if not games:
+        parser.error(f"--split {args.split}: {args.games} lists no such game")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     player = Player(args.mistake_share, args.mistakes)
     walks = play_all(games, player, num_walks=args.walks_per_game, seed=args.seed, num_processes=args.processes)
     print(f"{args.out}: {save_walks(args.out, walks)} walks through {len(games)} games", file=sys.stderr)

@@ -44,14 +44,14 @@ class MicroBatch:
 
     def pinned(self) -> "MicroBatch":
         """In memory from which a copy to the GPU runs beside the GPU's work."""
-        return self._with(lambda tensor: tensor.pin_memory(), self.segments)
+        return self._moved(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> "MicroBatch":
         """On `device`, without waiting for the copy."""
-        segments = Segments.of(self.lengths, device) if self.is_packed else None
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True), segments)
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def _with(self, move: Callable[[Tensor], Tensor], segments: Segments | None) -> "MicroBatch":
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        segments = self.segments.moved(move) if self.segments else None
         moved = {f.name: move(getattr(self, f.name)) for f in fields(self) if f.type is Tensor}
         return MicroBatch(**moved, lengths=self.lengths, is_packed=self.is_packed, segments=segments)
 

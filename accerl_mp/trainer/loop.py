@@ -5,7 +5,6 @@ before it decides anything. Rank 0 also talks to the rest of the run: board, wei
 """
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,11 +21,11 @@ from accerl_mp.trainer.random_state import random_state, set_random_state
 from accerl_mp.trainer.ranks import Ranks, limit_memory, prepare_torch, wait_for_engine
 from accerl_mp.trainer.recording import RecordedStep, Recorder
 from accerl_mp.trainer.replay import Replay, StepSamples, attach_ring
-from accerl_mp.trainer.saving import Content, Saver
+from accerl_mp.trainer.saving import Content, Saver, was_asked_to_end
 from accerl_mp.trainer.sharded import Reference, build_sharded
 from accerl_mp.trainer.state import Progress, copied, load_tensors, tensors_of
 from accerl_mp.trainer.step import LocalTotals, Stepper
-from accerl_mp.trainer.warmup import warm_up
+from accerl_mp.trainer.warmup import peak_memory, warm_up
 from accerl_mp.trainer.witness import Witness
 from accerl_mp.transport.channels import MetricsSender
 from accerl_mp.transport.errors import Closed
@@ -35,7 +34,6 @@ from accerl_mp.transport.saved_ring import rank_fields
 from accerl_mp.weight_sync.sender import WeightSync
 
 _REPLAY_FLAG = "--replay-sample-timeout-seconds"
-_STOP_SHOWS_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +82,8 @@ class Trainer:
         stack.callback(self._sync.close)
         self._start = Start.load(process.paths.resume)
         self._saver = Saver(process.paths.resume, self._config, ranks, process.health)
-        self._best = self._best_export()
+        is_resumed = self._start.state is not None
+        self._best = BestExport.if_wanted(self._config, process.paths, rank=ranks.rank, is_resumed=is_resumed)
         self._step = self._round = self._num_evals = 0
         self._version = self._start.first_version - 1
         self._next: StepSamples | None = None
@@ -111,6 +110,7 @@ class Trainer:
         self._saver.finish()
         self._save()  # before the rings are emptied: a later start with more --max-steps goes on from here
         self._finish_push()
+        self._wait_for_evaluation()  # of weights before these: the last ones are evaluated on their own
         self._ask_evaluation()
         self._wait_for_evaluation()
         self._judge_best()
@@ -118,14 +118,14 @@ class Trainer:
         self._saver.finish()
         if self._ranks.rank == 0:
             self._process.board.set("finished", 1)
-        _log.info("training is over: %d optimizer steps in %d rounds", self._step, self._round)
+        _log.info("training is over: %d optimizer steps in %d rounds%s", self._step, self._round, peak_memory(self._ranks.device))
 
     def save_at_exit(self, kind: type[BaseException] | None, _error: BaseException | None, _trace: object) -> None:
         """However `run` ended: a last state if the run was asked to end or has failed, and all ranks still can; on a stop the export.
 
         A rank that is told to leave because a peer died (SIGTERM, no DIR/stop) saves nothing: it would be alone.
         """
-        if kind is None or (kind is Closed and not self._was_asked_to_end()):
+        if kind is None or (kind is Closed and not was_asked_to_end(self._process.paths)):
             return
         if not self._saver.all_are_at(self._step if self._is_between_steps else -1):
             return
@@ -134,13 +134,6 @@ class Trainer:
             self._saver.finish()
         if kind is Closed:
             self._export(is_final=True)
-
-    def _was_asked_to_end(self) -> bool:
-        """waits for      DIR/stop, at most 1 s: a signal to all processes at once reaches ranks before launch.sh writes it"""
-        until = time.monotonic() + _STOP_SHOWS_S
-        while not (is_there := self._process.paths.stop.exists()) and time.monotonic() < until:
-            time.sleep(0.02)
-        return is_there
 
     def _resume(self) -> None:
         """Be as the rank that saved the state was, where this start goes on from one."""
@@ -175,7 +168,8 @@ class Trainer:
 
     def _content(self) -> Content:
         """Not collective: of this rank, between two steps."""
-        is_evaluating = self._num_evals > self._process.board.get("eval_done") or (self._is_pushing and self._is_evaluation_next())
+        is_asked = self._num_evals > self._process.board.get("eval_done")
+        is_evaluating = is_asked or self._is_evaluation_due or (self._is_pushing and self._is_evaluation_next())
         progress = Progress(
             step=self._step,
             round=self._round,
@@ -192,13 +186,6 @@ class Trainer:
         }
         tensors = copied(tensors_of(self._model, self._stepper.optimizer), self._saver.mesh)
         return Content(progress, tensors, self._replay.cut(), fields, strikes=noted_strikes(self._process.paths.strikes))
-
-    def _best_export(self) -> BestExport | None:
-        metrics, paths = self._config.metrics, self._process.paths
-        if not (metrics.save_checkpoint and metrics.eval_game_dir):
-            return None
-        folder = export_folder(self._config, 0).parent
-        return BestExport(folder, paths.run_dir / "eval", rank=self._ranks.rank, is_resumed=self._start.state is not None)
 
     def _judge_best(self) -> None:
         """Collective."""
@@ -251,6 +238,7 @@ class Trainer:
         self._is_between_steps = True
         if self._ranks.rank == 0:
             self._process.board.set("optimizer_step", self._step)
+        self._stepper.check_bad_steps()  # only now: the last state is saved at a step's end
 
     def _wait_for_samples(self) -> LocalTotals:
         """The step's totals over all ranks, once each rank has its samples. The one place where a rank starves."""
@@ -260,7 +248,7 @@ class Trainer:
             what=f"ring/{self._ranks.rank} to hold the samples of an optimizer step",
             timeout_s=replay.replay_sample_timeout_seconds,
             flag=_REPLAY_FLAG,
-            longest_sleep_s=replay.replay_wait_sleep_seconds,
+            sleep=self._replay.sleep,
             share=lambda: (LocalTotals.of(self._next.samples) if self._next else LocalTotals()).numbers(),
         )
         return LocalTotals(*numbers)
@@ -348,8 +336,10 @@ class Trainer:
 
     def _ask_evaluation(self) -> None:
         """Held-out games with the weights that vLLM has now. Training goes on meanwhile."""
+        self._is_evaluation_due = False
         if not self._config.metrics.eval_game_dir:
             return
+        self._judge_best()
         self._num_evals += 1
         if self._best is not None and self._best.takes(self._num_evals):
             self._export_to(self._best.candidate)

@@ -15,7 +15,7 @@ from accerl_mp.samples import RLSample, count_quarters
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import ReplayCounts
 from accerl_mp.trainer.step import SUMS, StepResult
-from accerl_mp.weight_sync.sender import PushReport
+from accerl_mp.weight_sync.report import PushReport
 
 Triple = tuple[float, float, float]
 

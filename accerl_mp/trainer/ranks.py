@@ -1,6 +1,7 @@
 """The trainer's ranks: their process group, sums over all of them, and the one way in which they wait together."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,6 +26,8 @@ def prepare_torch(config: Config) -> None:
     """Threads, seed and `--deterministic` of a rank, before anything is computed."""
     if config.run.placement == "cpu":
         torch.set_num_threads(1)  # a rank a core; vLLM has the others
+    # The thread that builds packs would else keep the interpreter for 5 ms while the one that launches kernels waits for it.
+    sys.setswitchinterval(0.0005)
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
 
@@ -93,13 +96,14 @@ class Ranks:
         what: str,
         timeout_s: float,
         flag: str,
-        longest_sleep_s: float = PACE_S,
+        sleep: Callable[[float], None] = time.sleep,
         share: Callable[[], Sequence[float]] = tuple,
         gives_way: Callable[[], bool] = bool,
     ) -> list[float] | None:
         """Wait until `is_ready()` holds on every rank; returns the sums over ranks of what `share()` (always as many numbers) gives then.
 
-        waits for      each rank's own condition, polled outside of any collective; a rank that isn't ready says so every PACE_S
+        waits for      each rank's own condition, polled outside of any collective; a rank that isn't ready says so every PACE_S.
+                       In between it is in `sleep`, which may return early where the condition may have changed
         unblocked by   the last rank that becomes ready; or `gives_way()` on any rank: all return None, for something collective
                        that is to be done first
         at the end     all ranks raise Closed at this same place, whichever was asked to stop; at a deadline likewise DeadlineExpired
@@ -107,7 +111,7 @@ class Ranks:
         """
         with self._health.waiting(what, timeout_s=timeout_s, flag=flag) as wait:
             while True:
-                is_stopping, ready, expired = self._poll(is_ready, wait, longest_sleep_s)
+                is_stopping, ready, expired = self._poll(is_ready, wait, sleep)
                 flags = [is_stopping, ready, gives_way(), expired is not None]
                 num_stopping, num_ready, num_leaving, num_expired, *totals = self.sums([*flags, *share()])
                 if num_expired:  # together, so that what follows can be done together: the last state
@@ -120,7 +124,7 @@ class Ranks:
                 if num_leaving:
                     return None
 
-    def _poll(self, is_ready: Callable[[], bool], wait: Wait, longest_sleep_s: float) -> tuple[bool, bool, DeadlineExpired | None]:
+    def _poll(self, is_ready: Callable[[], bool], wait: Wait, sleep: Callable[[float], None]) -> tuple[bool, bool, DeadlineExpired | None]:
         """(asked to stop, ready, deadline), after PACE_S at the latest."""
         until = time.monotonic() + PACE_S
         sleep_s = FIRST_SLEEP_S
@@ -135,7 +139,7 @@ class Ranks:
                 return False, False, expired
             if time.monotonic() >= until:
                 return False, False, None
-            time.sleep(min(sleep_s, longest_sleep_s, max(0.0, until - time.monotonic())))
+            sleep(min(sleep_s, max(0.0, until - time.monotonic())))
             sleep_s *= 1.5
 
     def _reduce(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:

@@ -6,6 +6,7 @@
 A micro-batch's frames are a message of `transport/codec.py`, checksums included.
 """
 
+import logging
 import os
 import re
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import msgpack
 from accerl_mp.config import Config
 from accerl_mp.samples import RLSample
 from accerl_mp.transport.codec import CodecError, decode_samples, encode_samples
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,16 @@ class Recorder:
             config.save(folder / "args.json")
 
     def add(self, step: int, recorded: RecordedStep) -> None:
-        """A file that is there is whole: it gets its name last."""
+        """A file that is there is whole: it gets its name last. A full disk costs the file; what can be replayed ends before it."""
         content = {"version": recorded.version, "micro_batches": [encode_samples(samples) for samples in recorded.micro_batches]}
         path = step_file(self._folder, step, self._rank)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(msgpack.packb(content))
-        unfinished.rename(path)
+        try:
+            unfinished.write_bytes(msgpack.packb(content))
+            unfinished.rename(path)
+        except OSError as error:
+            _log.error("the samples of step %d are not recorded: %s; a replay ends before it", step, error)
+            unfinished.unlink(missing_ok=True)
 
 
 def load_step(folder: Path, step: int, rank: int) -> RecordedStep:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -69,6 +70,8 @@ class Replay:
         self._counts = ReplayCounts()
         self._has_started = False
         self._is_full = False
+        self._seen = 0
+        """The ring's last sequence when it was looked at last."""
 
     @property
     def num_used(self) -> int:
@@ -81,10 +84,12 @@ class Replay:
         Nothing is used up: `commit` does that. Expired groups are released.
         """
         started = time.thread_time()
+        self._seen = self._ring.last_sequence
         chosen = self._choose(self._usable(version))
         while chosen is not None:
-            micro_batches = [[(record, self._read(record)) for record in records] for records in chosen]
-            broken = {record.group_first for batch in micro_batches for record, sample in batch if sample is None}
+            records = [record for batch in chosen for record in batch]
+            samples = self._read_all(records)
+            broken = {record.group_first for record, sample in zip(records, samples, strict=True) if sample is None}
             if not broken:
                 break
             self._drop(broken)
@@ -92,9 +97,11 @@ class Replay:
         if chosen is None:
             return None
         self._ring.num_wanted = 0
-        records = [record for batch in micro_batches for record, _ in batch]
-        samples = [[sample for _, sample in batch] for batch in micro_batches]
-        return StepSamples(samples, records, time.thread_time() - started)  # type: ignore[arg-type]
+        return StepSamples(_split(samples, map(len, chosen)), records, time.thread_time() - started)
+
+    def sleep(self, timeout_s: float) -> None:
+        """Until the ring holds more than at the last `try_take`, at most `timeout_s` and `--replay-wait-sleep-seconds`."""
+        self._ring.sleep(self._seen, min(timeout_s, self._config.replay.replay_wait_sleep_seconds))
 
     def commit(self, taken: StepSamples, version: int) -> None:
         """The step starts on all ranks: count the uses, give back the slots of samples that were used often enough."""
@@ -141,11 +148,10 @@ class Replay:
         if not state["chosen"] or [record.group_id for record in records] != state["group_ids"]:
             return None
         chosen = [records[index] for index in state["chosen"]]
-        samples = [self._read(record) for record in chosen]
+        samples = self._read_all(chosen)
         if any(sample is None for sample in samples):
             return None
-        in_order = iter(samples)
-        return StepSamples([list(islice(in_order, size)) for size in state["batch_sizes"]], chosen)  # type: ignore[misc]
+        return StepSamples(_split(samples, state["batch_sizes"]), chosen)
 
     def take_counts(self) -> ReplayCounts:
         counts, self._counts = self._counts, ReplayCounts()
@@ -232,9 +238,11 @@ class Replay:
                 self._ring.release(record, "refused")
                 self._counts.invalid += 1
 
-    def _read(self, record: ReadySample) -> RLSample | None:
-        """A checked copy; None if the record is gone, damaged or not for this trainer (then it is released)."""
-        sample = self._ring.read(record)
+    def _read_all(self, records: list[ReadySample]) -> list[RLSample | None]:
+        """Checked copies; None for one that is gone, damaged or not for this trainer (then it is released)."""
+        return [self._accepted(record, sample) for record, sample in zip(records, self._ring.read_all(records), strict=True)]
+
+    def _accepted(self, record: ReadySample, sample: RLSample | None) -> RLSample | None:
         self._counts.fetched += 1
         if sample is None:
             self._counts.torn += 1
@@ -256,6 +264,12 @@ class Replay:
             raise SampleError("algorithm", algorithm, sample.algorithm)
         if len(sample) > max_length:
             raise SampleError("input_ids", f"at most {max_length} tokens (--max-length)", len(sample))
+
+
+def _split(samples: Iterable[RLSample | None], sizes: Iterable[int]) -> list[list[RLSample]]:
+    """In order, that many to each micro-batch; none is missing any more."""
+    in_order = iter(samples)
+    return [list(islice(in_order, size)) for size in sizes]  # type: ignore[arg-type]
 
 
 def attach_ring(process: Process, rank: int) -> RingReader:

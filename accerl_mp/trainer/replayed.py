@@ -132,6 +132,7 @@ class ReplayedRun:
         result = self._stepper.run(recorded.micro_batches, totals, step=step, version=recorded.version)
         self._metrics.add_step(result, samples, choose_seconds=0.0)
         self._metrics.add_replay(ReplayCounts(consumed=len(samples)))
+        self._stepper.check_bad_steps()
         return result
 
     def _close_round(self, step: int) -> None:

@@ -34,6 +34,7 @@ from accerl_mp.recovery import (
     states_in,
     write_atomically,
 )
+from accerl_mp.topology import RunPaths
 from accerl_mp.trainer.checkpoint import flush, replace_folder
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.state import Progress
@@ -42,6 +43,7 @@ from accerl_mp.transport.ring_memory import NUM_RECENT
 from accerl_mp.transport.saved_ring import RingCut, pack_rank
 
 _GROUP_TIMEOUT = timedelta(minutes=30)
+_STOP_SHOWS_S = 1.0
 _MEET = timedelta(seconds=6)
 """Ranks that all leave reach `all_are_at` within this time; one that died, or hangs in a collective, never does."""
 
@@ -193,6 +195,17 @@ class Saver:
         flush(self._folder)
         for old in states_in(self._folder)[self._config.metrics.keep_checkpoints :]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def was_asked_to_end(paths: RunPaths) -> bool:
+    """Whether a person or the cluster has asked the run to end.
+
+    waits for      DIR/stop, at most 1 s: a signal to all processes at once reaches ranks before launch.sh writes it
+    """
+    until = time.monotonic() + _STOP_SHOWS_S
+    while not (is_there := paths.stop.exists()) and time.monotonic() < until:
+        time.sleep(0.02)
+    return is_there
 
 
 def _attempt(work: Callable[[], None]) -> str:

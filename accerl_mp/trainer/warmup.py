@@ -29,7 +29,7 @@ def warm_up(model: nn.Module, config: Config, ranks: Ranks) -> None:
     forward = micro_batch_forward(model, batch, config, with_balance=config.algorithm.router_aux_loss_coef > 0)
     forward.logprobs.sum().backward()
     model.zero_grad(set_to_none=True)
-    _log.info("warmed up with %d tokens in %.1f s%s", sum(batch.lengths), time.perf_counter() - started, _peak(ranks.device))
+    _log.info("warmed up with %d tokens in %.1f s%s", sum(batch.lengths), time.perf_counter() - started, peak_memory(ranks.device))
 
 
 def largest_micro_batch(config: Config) -> MicroBatch:
@@ -62,7 +62,8 @@ def largest_micro_batch(config: Config) -> MicroBatch:
     )
 
 
-def _peak(device: torch.device) -> str:
+def peak_memory(device: torch.device) -> str:
+    """The most that this process has allocated on a GPU, for the end of a log line; empty on CPU."""
     if device.type != "cuda":
         return ""
     torch.cuda.synchronize(device)

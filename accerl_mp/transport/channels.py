@@ -10,7 +10,8 @@
 | metrics  | everybody PUSH -> stats PULL   | values, episodes, rounds                  | dropped and counted  | dropped and counted |
 
 The side after the arrow binds: a ROUTER that knows its clients by name, or stats' PULL.
-Every message but the frames of samples is one msgpack map, checked against its shape here: MESSAGES names its fields and
+A group's header travels as a frame behind `played`; its body lies in shared memory (`outbox.py`) and `played` says where, or is a second
+frame. Every message but these frames is one msgpack map, checked against its shape here: MESSAGES names its fields and
 their types; more fields are allowed. Arrays travel as bytes (int32 or float32, little-endian).
 
 Work and samples, so that a group is neither lost nor doubled, whoever is killed:
@@ -101,7 +102,7 @@ class MessageError(ValueError):
 
 def pack(name: str, message: Mapping[str, Any]) -> bytes:
     """One message of MESSAGES as bytes, checked."""
-    _check(name, message)
+    check(name, message)
     data = msgpack.packb(message)
     if len(data) > MAX_HEADER_BYTES:
         raise MessageError(f"{name}: {len(data)} bytes, at most {MAX_HEADER_BYTES} may travel")
@@ -111,7 +112,7 @@ def pack(name: str, message: Mapping[str, Any]) -> bytes:
 def unpack(name: str, data: bytes | memoryview) -> dict[str, Any]:
     """The message in `data`; MessageError unless it has the form of MESSAGES[name]."""
     message = unpack_any(data)
-    _check(name, message)
+    check(name, message)
     return message
 
 
@@ -140,7 +141,8 @@ def check_record(record: Any) -> None:
     _check_fields("episode", record, EPISODE_RECORD)
 
 
-def _check(name: str, message: Mapping[str, Any]) -> None:
+def check(name: str, message: Mapping[str, Any]) -> None:
+    """MessageError unless it has the form of MESSAGES[name]."""
     _check_fields(name, message, MESSAGES[name])
 
 

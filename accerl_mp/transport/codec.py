@@ -1,214 +1,245 @@
-"""RLSample as bytes: message frames between processes, and records in a ring. No pickle.
+"""RLSamples as bytes: a whole group at a time, as message frames between processes and as a record in a ring. No pickle.
 
-A message is a list of frames, one header and one frame a sample:
+A group is two frames:
 
-    header   magic | version | msgpack [[num_tokens, num_trained, size_bytes, crc, [scalars]], ...] | crc
-    sample   the arrays of samples.ARRAY_FIELDS one after the other, each padded to 8 bytes
+    header   magic | version | number of samples | sizes | checksum of the body | msgpack columns | padding | CRC
+    body     the arrays of samples.ARRAY_FIELDS, one after the other; each holds that field of all samples, one sample after the
+             other, and is padded to 4 bytes
 
-The header's CRC covers the CRC of every frame, so it is the checksum of the whole: a frame that was cut, flipped,
-swapped with another, left out or taken from another message raises CodecError. A ring record is the same arrays
-behind a prefix that holds the scalars; the ring keeps its CRC in the slot.
+Columns are the samples' lengths, their numbers of trained tokens, and each of their scalars. The header's CRC covers the checksum of
+the body: a frame that was cut, flipped, swapped, left out or taken from another message raises CodecError. A ring record is the header
+and behind it the body. What is checked is checked in the joined arrays, and a sample's arrays are slices of them.
 """
 
+import math
 import struct
 import zlib
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 import numpy as np
 
-from accerl_mp.samples import ARRAY_FIELDS, SCALAR_FIELDS, RLSample, SampleError, validate_all
+from accerl_mp.samples import ARRAY_FIELDS, FLOAT_FIELDS, SCALAR_FIELDS, RLSample, SampleError, joined_hold
+from accerl_mp.transport.checksum import checksum
 
 MAGIC = b"ACRL"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_TOKENS = 1 << 26
-"""Refused above this: a damaged length must not become an allocation of gigabytes."""
+"""Refused above this, a sample's or a group's: a damaged length must not become an allocation of gigabytes."""
 
 _ALIGN = 8
-_PREFIX = struct.Struct("<4sHHII")
-"""Of a message's header (magic, version, 0, number of samples, 0) and of a record (magic, version, scalars, T, R)."""
+_PREFIX = struct.Struct("<4sHHIIQII")
+"""Magic, version, 0, number of samples, bytes of the header, bytes of the body, checksum of the body, bytes of the columns."""
 _CRC = struct.Struct("<I")
 _TRAINED = frozenset(("response_ids", "output_versions"))
 _ARRAYS = tuple((name, np.dtype(dtype).newbyteorder("<"), name in _TRAINED) for name, dtype in ARRAY_FIELDS.items())
 """Name, dtype, and whether it has an entry a trained token instead of one a token."""
+_VERSIONS, _LOGPROBS = map(list(ARRAY_FIELDS).index, ("output_versions", "old_logprobs"))
+assert tuple(ARRAY_FIELDS)[_LOGPROBS : _LOGPROBS + 3] == FLOAT_FIELDS
 _CASTS = tuple({f.name: f.type for f in fields(RLSample)}[name] for name in SCALAR_FIELDS)
-assert [f.name for f in fields(RLSample)] == [SCALAR_FIELDS[0], *ARRAY_FIELDS, *SCALAR_FIELDS[1:]]  # _build gives them by position
-_SCALARS_ROOM = 160
-"""Bytes of a record's scalars, whatever their values, so that its size is known without packing them; the algorithm's name is short."""
-HEAD_BYTES = _PREFIX.size + _SCALARS_ROOM
+_FLOATS = tuple(index for index, cast in enumerate(_CASTS) if cast is float)
+assert [f.name for f in fields(RLSample)] == [SCALAR_FIELDS[0], *ARRAY_FIELDS, *SCALAR_FIELDS[1:]]  # samples are built by position
 _get_scalars, _get_arrays = attrgetter(*SCALAR_FIELDS), attrgetter(*ARRAY_FIELDS)
-_PADDING = bytes(_ALIGN)
-_SIZES = tuple((size, is_trained, count) for (size, is_trained), count in Counter((d.itemsize, t) for _, d, t in _ARRAYS).items())
-"""Bytes of an entry, whether there is one a trained token, and how many arrays are like that."""
 
 Frame = bytes | bytearray | memoryview
-
-
-class Body(NamedTuple):
-    """A sample's arrays as bytes: what a frame carries and a ring record ends with."""
-
-    data: Frame
-    crc: int
+Allocate = Callable[[int], Any]
 
 
 class CodecError(ValueError):
-    """Frames that are not, or no longer, what encode_samples wrote. Says which frame and what is wrong with it."""
+    """Frames that are not, or no longer, what was encoded. Says which frame and what is wrong with it."""
 
 
-def encode_samples(samples: Sequence[RLSample]) -> list[bytes]:
-    """Frames of one message: a header, then one frame a sample."""
-    bodies = [encode_body(sample) for sample in samples]
-    rows = [
-        [len(sample.input_ids), len(sample.response_ids), len(body.data), body.crc, _scalars(sample)]
-        for sample, body in zip(samples, bodies, strict=True)
-    ]
-    content = _PREFIX.pack(MAGIC, FORMAT_VERSION, 0, len(rows), 0) + msgpack.packb(rows)
-    return [content + _CRC.pack(zlib.crc32(content)), *(body.data for body in bodies)]
+@dataclass(slots=True, eq=False)
+class SampleGroup:
+    """Samples as their bytes, and what can be said about them without making an RLSample of each."""
+
+    header: Frame
+    body: Frame
+    lengths: list[int]
+    """Tokens of each sample."""
+    num_trained: list[int]
+    """Trained tokens of each sample."""
+    scalars: list[list[Any]]
+    """A column for each of SCALAR_FIELDS."""
+    arrays: list[np.ndarray]
+    """For each of ARRAY_FIELDS that of all samples, joined. Views of `body`."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the group's ring record."""
+        return len(self.header) + len(self.body)
+
+    @property
+    def crc(self) -> int:
+        """The header's last word: the checksum of everything."""
+        return _CRC.unpack(self.header[-_CRC.size :])[0]
+
+    def column(self, name: str) -> list[Any]:
+        """One of SCALAR_FIELDS of each sample."""
+        return self.scalars[SCALAR_FIELDS.index(name)]
+
+    def versions(self) -> tuple[np.ndarray, np.ndarray]:
+        """[n] oldest and [n] newest policy version of each sample's tokens. Each trains one token at least."""
+        versions, starts = self.arrays[_VERSIONS], np.cumsum([0, *self.num_trained[:-1]])
+        return np.minimum.reduceat(versions, starts), np.maximum.reduceat(versions, starts)
+
+    @property
+    def samples(self) -> list[RLSample]:
+        """Their arrays are views of `body`."""
+        tokens, trained = (list(_slices(counts)) for counts in (self.lengths, self.num_trained))
+        columns = [
+            [array[part] for part in (trained if is_trained else tokens)]
+            for array, (_, _, is_trained) in zip(self.arrays, _ARRAYS, strict=True)
+        ]
+        return list(map(RLSample, self.scalars[0], *columns, *self.scalars[1:]))
 
 
-def decode_samples(frames: Sequence[Frame]) -> list[RLSample]:
-    """The samples of encode_samples' frames, validated. Their arrays are views of the frames.
+def _slices(counts: Sequence[int]) -> list[slice]:
+    """Where each part of a joined array lies."""
+    return [slice(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
-    Raises CodecError for frames that are damaged or foreign, SampleError for a sample that was wrong when encoded.
+
+def encode_group(samples: Sequence[RLSample], allocate: Allocate | None = None) -> SampleGroup:
+    """`allocate(size_bytes)` gives the memory for the body (default: new memory)."""
+    scalars = _scalar_columns(samples)
+    lengths, num_trained = [len(sample.input_ids) for sample in samples], [len(sample.response_ids) for sample in samples]
+    parts, size_bytes = _layout(sum(lengths), sum(num_trained))
+    body = memoryview(allocate(size_bytes) if allocate else np.empty(size_bytes, np.uint8)).cast("B")
+    arrays = [np.ndarray(count, dtype, body, offset) for offset, dtype, count in parts]
+    columns = zip(*map(_get_arrays, samples), strict=True) if samples else [()] * len(_ARRAYS)
+    for array, (offset, _, _), values, (name, dtype, is_trained) in zip(arrays, parts, columns, _ARRAYS, strict=True):
+        _join(name, dtype, values, num_trained if is_trained else lengths, into=array)
+        if padding := _padded(array.nbytes) - array.nbytes:
+            body[offset + array.nbytes : offset + array.nbytes + padding] = bytes(padding)
+    header = _encode_header(len(samples), [lengths, num_trained, *scalars], body)
+    return SampleGroup(header, body, lengths, num_trained, scalars, arrays)
+
+
+def decode_group(header: Frame, body: Frame) -> SampleGroup:
+    """The group of these two frames, checked; its arrays are views of `body`.
+
+    Raises CodecError for frames that are damaged or foreign, SampleError for a sample that was wrong when it was encoded.
     """
-    return decode_bodies(frames)[0]
+    lengths, num_trained, *scalars = _decode_header(memoryview(header).cast("B"), body)
+    parts, size_bytes = _layout(sum(lengths), sum(num_trained))
+    if len(body) != size_bytes:
+        raise CodecError(f"body: {sum(lengths)} tokens, {sum(num_trained)} trained, need {size_bytes} bytes, got {len(body)}")
+    arrays = [np.ndarray(count, dtype, body, offset) for offset, dtype, count in parts]
+    group = SampleGroup(header, body, lengths, num_trained, scalars, arrays)
+    are_finite = all(all(map(math.isfinite, scalars[index])) for index in _FLOATS)
+    floats = np.ndarray((3, arrays[_LOGPROBS].size), np.float32, body, parts[_LOGPROBS][0])  # three fields, one behind the other
+    if lengths and not (are_finite and joined_hold(arrays, floats, lengths, num_trained)):
+        _raise_for(group)
+    return group
 
 
-def decode_bodies(frames: Sequence[Frame]) -> tuple[list[RLSample], list[Body]]:
-    """As `decode_samples`, and the samples' bodies as they came, for a ring that takes them over without encoding them again."""
-    if not frames:
-        raise CodecError("no frames: expected a header")
-    rows = _decode_header(memoryview(frames[0]).cast("B"))
-    if len(rows) != len(frames) - 1:
-        raise CodecError(f"header lists {len(rows)} samples, got {len(frames) - 1} frames")
-    samples = [_decode_frame(index, row, memoryview(frame)) for index, (row, frame) in enumerate(zip(rows, frames[1:], strict=True))]
-    validate_all(samples)
-    return samples, [Body(frame, row[3]) for row, frame in zip(rows, frames[1:], strict=True)]
-
-
-def sample_size_bytes(sample: RLSample) -> int:
-    """Bytes of the sample's ring record."""
-    return HEAD_BYTES + _body_size(len(sample.input_ids), len(sample.response_ids))
-
-
-def encode_sample(sample: RLSample) -> list[Frame]:
-    """Buffers which, one after the other, are the sample's ring record."""
-    return [encode_head(sample), encode_body(sample).data]
-
-
-def encode_head(sample: RLSample) -> bytes:
-    """What a record has before its body: HEAD_BYTES."""
-    scalars = msgpack.packb(_scalars(sample))
-    if len(scalars) > _SCALARS_ROOM:
-        raise SampleError("algorithm", f"scalars of at most {_SCALARS_ROOM} bytes", f"{len(scalars)} bytes")
-    prefix = _PREFIX.pack(MAGIC, FORMAT_VERSION, len(scalars), len(sample.input_ids), len(sample.response_ids))
-    return prefix + scalars.ljust(_SCALARS_ROOM, b"\0")
-
-
-def encode_body(sample: RLSample) -> Body:
-    data = b"".join(_array_buffers(sample))
-    return Body(data, zlib.crc32(data))
-
-
-def record_crc(head: Frame, body_crc: int) -> int:
-    """The body's checksum carried on over the head: the one that was made beside the sample is the one that the trainer checks."""
-    return zlib.crc32(head, body_crc)
-
-
-def decode_sample(record: Frame) -> RLSample:
-    """The sample of a ring record, validated. Its arrays are views of `record`, so give it a private copy."""
+def decode_record(record: Frame) -> SampleGroup:
+    """The group of a ring record; as `decode_group`. Give it a private copy: arrays are views of it."""
     view = memoryview(record).cast("B")
     if len(view) < _PREFIX.size:
         raise CodecError(f"record of {len(view)} bytes is cut")
-    magic, version, scalars_size, num_tokens, num_trained = _PREFIX.unpack_from(view)
-    _check_format("record", magic, version)
-    if len(view) < HEAD_BYTES or scalars_size > _SCALARS_ROOM:
-        raise CodecError(f"record of {len(view)} bytes is cut")
-    scalars = _unpack(view[_PREFIX.size : _PREFIX.size + scalars_size], "record")
-    return _build("record", num_tokens, num_trained, scalars, view[HEAD_BYTES:]).validate()
+    header_bytes = _PREFIX.unpack_from(view)[4]
+    return decode_group(view[:header_bytes], view[header_bytes:])
 
 
-def _array_buffers(sample: RLSample) -> list[Frame]:
-    buffers: list[Any] = []
-    for array, (name, dtype, _) in zip(_get_arrays(sample), _ARRAYS, strict=True):
-        if array.dtype != dtype:
-            raise SampleError(name, dtype.name, array.dtype.name)
-        buffers.append(array if array.flags.c_contiguous else np.ascontiguousarray(array))
-        if padding := -array.nbytes % _ALIGN:
-            buffers.append(_PADDING[:padding])
-    return buffers
+def encode_samples(samples: Sequence[RLSample]) -> list[bytes]:
+    """The frames of a message: header and body."""
+    group = encode_group(samples)
+    return [bytes(group.header), bytes(group.body)]
 
 
-def _scalars(sample: RLSample) -> list[Any]:
-    values = _get_scalars(sample)
-    return list(values) if tuple(map(type, values)) == _CASTS else [cast(value) for value, cast in zip(values, _CASTS, strict=True)]
+def decode_samples(frames: Sequence[Frame]) -> list[RLSample]:
+    """The samples of encode_samples' frames, validated. Their arrays are views of the frames. Errors as of `decode_group`."""
+    if len(frames) != 2:
+        raise CodecError(f"expected 2 frames, header and body, got {len(frames)}")
+    return decode_group(frames[0], frames[1]).samples
 
 
-def _decode_header(frame: memoryview) -> list[Any]:
+def _join(name: str, dtype: np.dtype, values: Sequence[np.ndarray], counts: Sequence[int], *, into: np.ndarray) -> None:
+    if wrong := {value.dtype for value in values} - {dtype}:
+        raise SampleError(name, dtype.name, wrong.pop().name)
+    if (got := list(map(len, values))) != counts:
+        raise SampleError(name, f"{counts} entries in the samples of the group", got)
+    if values:
+        np.concatenate(values, out=into)
+
+
+def _scalar_columns(samples: Sequence[RLSample]) -> list[list[Any]]:
+    columns = list(map(list, zip(*map(_get_scalars, samples), strict=True))) or [[] for _ in _CASTS]
+    return [
+        column if set(map(type, column)) <= {cast} else [cast(value) for value in column]
+        for column, cast in zip(columns, _CASTS, strict=True)
+    ]
+
+
+def _encode_header(num_samples: int, columns: list[list[Any]], body: memoryview) -> bytes:
+    packed = msgpack.packb(columns)
+    padding = bytes(-(_PREFIX.size + len(packed) + _CRC.size) % _ALIGN)
+    size_bytes = _PREFIX.size + len(packed) + len(padding) + _CRC.size
+    content = _PREFIX.pack(MAGIC, FORMAT_VERSION, 0, num_samples, size_bytes, len(body), checksum(body), len(packed)) + packed + padding
+    return content + _CRC.pack(zlib.crc32(content))
+
+
+def _decode_header(frame: memoryview, body: Frame) -> list[Any]:
+    """Its columns; CodecError unless it is a header, and that of this body."""
     if len(frame) < _PREFIX.size + _CRC.size:
         raise CodecError(f"header of {len(frame)} bytes is cut")
-    magic, version, _, num_samples, _ = _PREFIX.unpack_from(frame)
-    _check_format("header", magic, version)
+    magic, version, _, num_samples, header_bytes, body_bytes, body_checksum, packed_bytes = _PREFIX.unpack_from(frame)
+    if magic != MAGIC:
+        raise CodecError(f"header: starts with {magic!r}, not with {MAGIC!r}: not a message of accerl_mp")
+    if version != FORMAT_VERSION:
+        raise CodecError(f"header: format version {version}, this build reads {FORMAT_VERSION}")
     content = frame[: -_CRC.size]
-    if zlib.crc32(content) != _CRC.unpack(frame[-_CRC.size :])[0]:
+    if header_bytes != len(frame) or zlib.crc32(content) != _CRC.unpack(frame[-_CRC.size :])[0]:
         raise CodecError("header: checksum differs, it was cut or changed")
-    rows = _unpack(content[_PREFIX.size :], "header")
-    if not isinstance(rows, list) or len(rows) != num_samples:
-        raise CodecError(f"header: expected {num_samples} rows")
-    return rows
+    if body_bytes != len(body):
+        raise CodecError(f"body: expected {body_bytes} bytes, got {len(body)}")
+    if checksum(body) != body_checksum:
+        raise CodecError("body: checksum differs, it was changed, swapped or comes from another message")
+    columns = _unpack(content[_PREFIX.size :][:packed_bytes])
+    _check_columns(columns, num_samples)
+    return columns
 
 
-def _decode_frame(index: int, row: Any, frame: memoryview) -> RLSample:
-    name = f"frame {index + 1}"
-    if not isinstance(row, list) or len(row) != 5:
-        raise CodecError(f"{name}: its row in the header has another form")
-    num_tokens, num_trained, size_bytes, crc, scalars = row
-    if len(frame) != size_bytes:
-        raise CodecError(f"{name}: expected {size_bytes} bytes, got {len(frame)}")
-    if zlib.crc32(frame) != crc:
-        raise CodecError(f"{name}: checksum differs, it was changed, swapped or comes from another message")
-    return _build(name, num_tokens, num_trained, scalars, frame)
+def _check_columns(columns: Any, num_samples: int) -> None:
+    if not isinstance(columns, list) or len(columns) != 2 + len(_CASTS):
+        raise CodecError(f"header: expected {2 + len(_CASTS)} columns")
+    for name, column, cast in zip(("lengths", "trained tokens", *SCALAR_FIELDS), columns, (int, int, *_CASTS), strict=True):
+        if not isinstance(column, list) or len(column) != num_samples or not set(map(type, column)) <= {cast}:
+            raise CodecError(f"header: {name} are not {num_samples} values of type {cast.__name__}")
+    if num_samples and not (min(columns[0] + columns[1]) >= 0 and sum(columns[0]) <= MAX_TOKENS and sum(columns[1]) <= MAX_TOKENS):
+        raise CodecError(f"header: impossible lengths {columns[0]}, {columns[1]}")
 
 
-def _build(name: str, num_tokens: Any, num_trained: Any, scalars: Any, body: memoryview) -> RLSample:
-    if not all(isinstance(n, int) and 0 <= n <= MAX_TOKENS for n in (num_tokens, num_trained)):
-        raise CodecError(f"{name}: impossible lengths {num_tokens!r}, {num_trained!r}")
-    if len(body) != (expected := _body_size(num_tokens, num_trained)):
-        raise CodecError(f"{name}: {num_tokens} tokens, {num_trained} trained, need {expected} bytes, got {len(body)}")
-    if not isinstance(scalars, list) or tuple(map(type, scalars)) != _CASTS:
-        raise CodecError(f"{name}: scalars are not those of an RLSample")
-    arrays, offset = [], 0
+def _raise_for(group: SampleGroup) -> None:
+    for sample in group.samples:
+        sample.validate()
+    raise SampleError("arrays", "joined as good as each for itself", "a difference")
+
+
+def _layout(num_tokens: int, num_trained: int) -> tuple[list[tuple[int, np.dtype, int]], int]:
+    """Offset, dtype and entries of each joined array; bytes of all."""
+    parts, offset = [], 0
     for _, dtype, is_trained in _ARRAYS:
-        array = np.ndarray((num_trained if is_trained else num_tokens,), dtype, body, offset)
-        arrays.append(array)
-        offset += -(-array.nbytes // _ALIGN) * _ALIGN
-    return RLSample(scalars[0], *arrays, *scalars[1:])
-
-
-def _body_size(num_tokens: int, num_trained: int) -> int:
-    total = 0
-    for size, is_trained, count in _SIZES:
-        total += _padded((num_trained if is_trained else num_tokens) * size) * count
-    return total
+        count = num_trained if is_trained else num_tokens
+        parts.append((offset, dtype, count))
+        offset += _padded(count * dtype.itemsize)
+    return parts, offset
 
 
 def _padded(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGN) * _ALIGN
+    return size_bytes + -size_bytes % 4
 
 
-def _check_format(name: str, magic: bytes, version: int) -> None:
-    if magic != MAGIC:
-        raise CodecError(f"{name}: starts with {magic!r}, not with {MAGIC!r}: not a message of accerl_mp")
-    if version != FORMAT_VERSION:
-        raise CodecError(f"{name}: format version {version}, this build reads {FORMAT_VERSION}")
-
-
-def _unpack(data: memoryview, name: str) -> Any:
+def _unpack(data: memoryview) -> Any:
     try:
-        return msgpack.unpackb(data, use_list=True, strict_map_key=True)
+        return msgpack.unpackb(data)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise CodecError(f"{name}: not msgpack: {error}") from error
+        raise CodecError(f"header: not msgpack: {error}") from error

@@ -252,6 +252,7 @@ class Health:
         self.table, self.board, self._run_dir = table, board, run_dir
         self._row = table.row_of(name)
         self._waits: dict[int, Wait] = {}
+        self._shown: Wait | None = None
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._stop_requested = False
@@ -337,11 +338,11 @@ class Health:
 
     def _show_wait(self) -> None:
         """The oldest wait is the one to look at."""
-        if not self._waits:
-            self.table.write_wait(self._row, "", "", 0.0, 0.0)
-            return
-        oldest = next(iter(self._waits.values()))
-        self.table.write_wait(self._row, oldest.what, oldest.flag, oldest.since, oldest.timeout_s)
+        oldest = next(iter(self._waits.values()), None)
+        if oldest is not self._shown:
+            shown = ("", "", 0.0, 0.0) if oldest is None else (oldest.what, oldest.flag, oldest.since, oldest.timeout_s)
+            self.table.write_wait(self._row, *shown)
+        self._shown = oldest
 
 
 class Wait:
@@ -366,7 +367,8 @@ class Wait:
 
     def check(self) -> None:
         """Raises Closed if the run ends, PeerLost if it has failed, DeadlineExpired at the deadline; warns at 30 s and doubling."""
-        self._health.tick()  # who looks round while it waits is moving
+        if threading.current_thread() is threading.main_thread():
+            self._health.tick()  # a loop that looks round while it waits is moving; a side thread says nothing about it
         self._health.check()
         waited = self.waited_s
         if waited >= self._warn_at_s:

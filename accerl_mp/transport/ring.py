@@ -3,30 +3,34 @@
 There is no compare-and-swap on a mapped file, so every word has one owner (ring_memory.py) and nobody takes a lock:
 
     put      fill slots and pages, then store the group's last sequence in COMMITTED: a whole group appears, or nothing
-    read     copy the record, then look at slot and sequence again (a seqlock), then at the CRC
-    release  the reader stores the record's sequence beside the slot; the writer takes slot and pages back at its next put
+    read     copy the group's bytes, then look at slot and sequence again (a seqlock), then at the checksum
+    release  the reader stores the sample's sequence beside the slot; the writer takes the slot back at its next put, the pages
+             with the last slot of the group
+
+A slot holds a sample, a record in the arena a whole group: it is copied in one piece, summed and checked once.
 
 A file in /dev/shm and mmap, not multiprocessing.shared_memory: its resource tracker unlinks segments under their owner.
 """
 
-import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from accerl_mp.samples import RLSample
+from accerl_mp.samples import RLSample, SampleError
 from accerl_mp.transport import ring_memory as at
-from accerl_mp.transport.codec import HEAD_BYTES, CodecError, decode_sample, record_crc
+from accerl_mp.transport.codec import CodecError, SampleGroup, decode_record
 from accerl_mp.transport.ring_memory import RingMemory
 from accerl_mp.transport.ring_view import READER_REASONS, RingView
 from accerl_mp.transport.ring_writer import RingWriter
+from accerl_mp.transport.wake import sleep_while
 
 _COLUMNS = [at.SEQUENCE, at.GROUP_ID, at.GROUP_FIRST, at.GROUP_SIZE, at.TOKENS, at.TRAINED, at.OLDEST, at.NEWEST, at.EPISODE_ID, at.GAME_ID]
 
 
 class ReadySample(NamedTuple):
-    """A record that can be read: what is known without reading it."""
+    """A sample that can be read: what is known without reading it."""
 
     slot: int
     uses: int
@@ -35,7 +39,7 @@ class ReadySample(NamedTuple):
     """Grows from put to put over the life of the ring."""
     group_id: int
     group_first: int
-    """Sequence of the group's first record; with `group_size` it tells which records belong together."""
+    """Sequence of the group's first sample; with `group_size` it tells which samples belong together."""
     group_size: int
     num_tokens: int
     num_trained: int
@@ -49,8 +53,8 @@ class ReadySample(NamedTuple):
 class RingReader(RingView):
     """The one process that trains on the samples.
 
-    `ready()` lists, `read()` copies one out, `mark_used()` says that it was trained once more, `release()` gives it back.
-    A listed record stays until it is released, except in a ring whose writer evicts: then read() may return None.
+    `ready()` lists, `read_all()` copies out, `mark_used()` says that one was trained once more, `release()` gives it back.
+    A listed sample stays until it is released, except in a ring whose writer evicts: then it may read as None.
     """
 
     def __init__(self, memory: RingMemory) -> None:
@@ -65,29 +69,53 @@ class RingReader(RingView):
     def num_wanted(self, number: int) -> None:
         self.memory.reader[at.WANTED] = number
 
+    def sleep(self, seen: int, timeout_s: float) -> None:
+        """Until something was put after `seen` (a `last_sequence`), at most `timeout_s`; a signal ends it, too."""
+        sleep_while(self.memory.committed, seen, timeout_s)
+
     def ready(self) -> list[ReadySample]:
-        """Every record that can be read, oldest first."""
+        """Every sample that can be read, oldest first."""
         slots, rows = self.live()
         order = np.argsort(rows[:, at.SEQUENCE])
         columns = [slots[order], self.uses(slots, rows)[order], *rows[order][:, _COLUMNS].T]
         return [ReadySample(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
     def read(self, ready: ReadySample) -> RLSample | None:
-        """A private copy of the record. None, and counted, if it was evicted meanwhile ("lost") or is damaged ("torn", then released)."""
+        """`read_all` of one."""
+        return self.read_all([ready])[0]
+
+    def read_all(self, wanted: Sequence[ReadySample]) -> list[RLSample | None]:
+        """Private copies; a group is copied and checked once, and stays in memory as long as one of its samples does.
+
+        None, and counted, for one whose group was evicted meanwhile ("lost") or is damaged ("torn", then released).
+        """
+        groups: dict[int, list[RLSample] | str] = {}
+        samples: list[RLSample | None] = []
+        for ready in wanted:
+            if (group := groups.get(ready.group_first)) is None:
+                group = groups[ready.group_first] = self._read_group(ready)
+            if isinstance(group, list):
+                samples.append(group[ready.sequence - ready.group_first])
+                continue
+            if group == "torn":
+                self.release(ready, "torn")
+            else:
+                self._count("lost", 1, ready.num_tokens)
+            samples.append(None)
+        return samples
+
+    def _read_group(self, ready: ReadySample) -> list[RLSample] | str:
+        """The samples of its group; "lost" or "torn" where there are none to be had."""
         row = self.memory.slots[ready.slot].copy()
         record = self.memory.copy_of(row)
+        # One slot speaks for all: pages go to others only once no slot of the group is READY with its sequence any more.
         if not self._still_holds(ready):
-            self._count("lost", 1, ready.num_tokens)
-            return None
-        view = memoryview(record)
-        if record_crc(view[:HEAD_BYTES], zlib.crc32(view[HEAD_BYTES:])) != row[at.CRC]:
-            self.release(ready, "torn")
-            return None
+            return "lost"
         try:
-            return decode_sample(record)
-        except CodecError:
-            self.release(ready, "torn")
-            return None
+            group: SampleGroup = decode_record(record)
+        except (CodecError, SampleError):
+            return "torn"
+        return group.samples if group.crc == row[at.CRC] and len(group) > ready.sequence - ready.group_first else "torn"
 
     def mark_used(self, ready: ReadySample) -> int:
         """Count one more training of it. Returns how often it was used now."""

@@ -3,11 +3,11 @@
     header   written once, by whoever creates the file
     writer   committed sequence, counters              writer's
     reader   wanted samples, counters                  reader's
-    slots    one row a record                          writer's
+    slots    one row a sample                          writer's
     marks    one row a slot: uses, released sequence   reader's
     recent   ids of the last groups put                writer's
     chain    number of the page after this page        writer's
-    arena    pages of PAGE_BYTES                       writer's
+    arena    pages of PAGE_BYTES, a record a group     writer's
 
 A word is an aligned int64 with one owner, so it is read whole without a lock (x86 keeps the order of stores; elsewhere
 the CRC of a record catches what comes out of order).
@@ -18,6 +18,7 @@ import mmap
 import os
 import struct
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ USE_BITS = 16
 MAX_USES = (1 << USE_BITS) - 1
 """The USED word is sequence << USE_BITS | uses: one store, never a count that belongs to an earlier record."""
 
-_MAGIC, _VERSION = 0x6163636572_7231, 2
+_MAGIC, _VERSION = 0x6163636572_7231, 3
 _WORDS, _SLOT_WORDS = 64, 16
 
 
@@ -78,6 +79,8 @@ class RingMemory:
             return np.frombuffer(self._memory, dtype, int(np.prod(shape)), offsets[name]).reshape(shape)
 
         self.writer, self.reader = array("writer", np.int64, _WORDS), array("reader", np.int64, _WORDS)
+        self.committed = self.writer[COMMITTED : COMMITTED + 1]
+        """The word COMMITTED, to sleep on."""
         self.slots = array("slots", np.int64, self.capacity, _SLOT_WORDS)
         self.marks = array("marks", np.int64, self.capacity, 2)
         self.recent = array("recent", np.int64, NUM_RECENT, 2)
@@ -93,34 +96,39 @@ class RingMemory:
         except BlockingIOError as error:
             raise RingBusy(f"{self.path} already has a {('writer', 'reader')[role]}") from error
 
-    def slot_table(self) -> tuple[np.ndarray, np.ndarray]:
-        """A copy of all slots, and which rows of it are whole: a row that changed meanwhile is left out."""
-        before = self.slots[:, :GROUP_FIRST].copy()
-        table = self.slots.copy()
-        after = self.slots[:, :GROUP_FIRST].copy()
-        is_whole = (before == after).all(axis=1) & (before == table[:, :GROUP_FIRST]).all(axis=1)
-        return table, is_whole
+    def rows_of(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A copy of these slots, and which rows of it are whole: one that changed meanwhile is not."""
+        before = self.slots[slots, :GROUP_FIRST]
+        rows = self.slots[slots]
+        after = self.slots[slots, :GROUP_FIRST]
+        return rows, (before == after).all(axis=1) & (before == rows[:, :GROUP_FIRST]).all(axis=1)
 
     def pages_of(self, slot_row: np.ndarray) -> list[int]:
         """The pages of a slot's record in order. Fewer if the chain is being rewritten."""
-        num_pages = pages_for(int(slot_row[SIZE_BYTES]))
-        pages: list[int] = []
-        page = int(slot_row[FIRST_PAGE])
-        while len(pages) < num_pages and 0 <= page < self.num_pages:
+        num_pages, first = pages_for(int(slot_row[SIZE_BYTES])), int(slot_row[FIRST_PAGE])
+        if not 0 <= first < self.num_pages:
+            return []
+        in_a_row = range(first, first + num_pages)
+        if self.chain[first : first + num_pages - 1].tolist() == list(in_a_row[1:]):
+            return list(in_a_row)
+        pages = [first]
+        while len(pages) < num_pages and 0 <= (page := int(self.chain[pages[-1]])) < self.num_pages:
             pages.append(page)
-            page = int(self.chain[page])
         return pages
 
     def copy_of(self, slot_row: np.ndarray) -> bytearray:
         """A slot's record; cut or mixed if it is being rewritten (look at the slot again afterwards)."""
-        pages, size_bytes = self.pages_of(slot_row), int(slot_row[SIZE_BYTES])
-        if pages and is_run(pages):
-            start = pages[0] * PAGE_BYTES
-            return bytearray(self.arena_bytes[start : start + size_bytes])
-        return bytearray(self.arena[pages].reshape(-1)[:size_bytes].data)
+        runs, size_bytes = runs_of(self.pages_of(slot_row)), int(slot_row[SIZE_BYTES])
+        if len(runs) == 1:
+            return bytearray(self.arena_bytes[runs[0].start * PAGE_BYTES :][:size_bytes])
+        return bytearray(b"".join(self.bytes_of(run) for run in runs))[:size_bytes]
+
+    def bytes_of(self, run: range) -> memoryview:
+        """Of pages that follow each other."""
+        return self.arena_bytes[run.start * PAGE_BYTES : run.stop * PAGE_BYTES]
 
     def close(self) -> None:
-        for name in ("header", "writer", "reader", "slots", "marks", "recent", "chain", "arena", "arena_bytes"):
+        for name in ("header", "writer", "committed", "reader", "slots", "marks", "recent", "chain", "arena", "arena_bytes"):
             setattr(self, name, None)
         self._memory.close()
         if self._file >= 0:
@@ -154,9 +162,14 @@ def pages_for(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES)
 
 
-def is_run(pages: list[int]) -> bool:
-    """Whether the pages follow each other, so that a record is copied at once."""
-    return pages == list(range(pages[0], pages[0] + len(pages)))
+def runs_of(pages: list[int]) -> list[range]:
+    """Pages that follow each other, together: each run is copied at once."""
+    if not pages:
+        return []
+    if pages == list(in_a_row := range(pages[0], pages[0] + len(pages))):
+        return [in_a_row]
+    breaks = (np.flatnonzero(np.diff(pages) != 1) + 1).tolist()
+    return [range(pages[start], pages[end - 1] + 1) for start, end in pairwise([0, *breaks, len(pages)])]
 
 
 def _offsets(capacity: int, num_pages: int) -> dict[str, int]:

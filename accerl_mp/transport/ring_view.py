@@ -58,13 +58,13 @@ class RingView:
     @property
     def free_bytes(self) -> int:
         """Whole pages; exact for the next record."""
-        return (self.memory.num_pages - _num_pages(self.live()[1])) * at.PAGE_BYTES
+        return (self.memory.num_pages - num_pages_of(self.live()[1])) * at.PAGE_BYTES
 
     @property
     def fill(self) -> float:
         """Share of the slots, or of the pages if fewer of those are left, that is taken."""
         slots, rows = self.live()
-        return max(len(slots) / self.capacity, _num_pages(rows) / self.memory.num_pages)
+        return max(len(slots) / self.capacity, num_pages_of(rows) / self.memory.num_pages)
 
     @property
     def num_trained(self) -> int:
@@ -111,10 +111,12 @@ class RingView:
         """[n] slots that hold a committed and unreleased record, and [n, words] a copy of their rows."""
         # COMMITTED first: a row that is newer is left out, and of a group either all rows are older or none.
         committed = self.memory.writer[at.COMMITTED].copy()
-        table, is_whole = self.memory.slot_table()
-        sequence = table[:, at.SEQUENCE]
-        is_live = is_whole & (table[:, at.STATE] == at.READY) & (sequence <= committed) & (self.memory.marks[:, at.RELEASED] != sequence)
-        return np.flatnonzero(is_live), table[is_live]
+        slots = self.memory.slots
+        maybe = np.flatnonzero((slots[:, at.STATE] == at.READY) & (slots[:, at.SEQUENCE] != self.memory.marks[:, at.RELEASED]))
+        rows, is_whole = self.memory.rows_of(maybe)
+        sequence = rows[:, at.SEQUENCE]
+        is_live = is_whole & (rows[:, at.STATE] == at.READY) & (sequence <= committed) & (self.memory.marks[maybe, at.RELEASED] != sequence)
+        return maybe[is_live], rows[is_live]
 
     def uses(self, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """[n] how often each of these live records was trained."""
@@ -125,5 +127,7 @@ class RingView:
         return (sequences > 0) & (sequences <= self.memory.writer[at.COMMITTED])
 
 
-def _num_pages(rows: np.ndarray) -> int:
-    return int((-(-rows[:, at.SIZE_BYTES] // at.PAGE_BYTES)).sum())
+def num_pages_of(rows: np.ndarray) -> int:
+    """Pages that the groups of these rows take: a group's record stays whole while one of its samples is live."""
+    _, first = np.unique(rows[:, at.GROUP_FIRST], return_index=True)
+    return int((-(-rows[first, at.SIZE_BYTES] // at.PAGE_BYTES)).sum())

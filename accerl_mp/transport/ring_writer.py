@@ -6,9 +6,10 @@ import numpy as np
 
 from accerl_mp.samples import RLSample
 from accerl_mp.transport import ring_memory as at
-from accerl_mp.transport.codec import Body, Frame, encode_body, encode_head, record_crc, sample_size_bytes
+from accerl_mp.transport.codec import Frame, SampleGroup, encode_group
 from accerl_mp.transport.ring_memory import RingError, RingMemory
 from accerl_mp.transport.ring_view import WRITER_REASONS, RingView
+from accerl_mp.transport.wake import wake
 
 
 class RingWriter(RingView):
@@ -26,29 +27,29 @@ class RingWriter(RingView):
         self.evicted_lengths: list[int] = []
         """Tokens of each sample that this writer evicted; whoever reports them clears the list."""
         self._pages: dict[int, list[int]] = {}
-        """Slot: its pages, for every slot that is taken."""
+        """A group's first sequence: the pages of its record, for every group that has a slot."""
+        self._num_slots: dict[int, int] = {}
+        """A group's first sequence: slots that it has."""
+        self._free_slots: list[int] = []
+        self._free_pages: list[int] = []
         self._recover()
 
-    def try_put_group(self, samples: Sequence[RLSample], bodies: Sequence[Body] | None = None) -> bool:
-        """Put a whole group, or nothing. True as well for a group that was put before (counted as a double).
-
-        `bodies`: of these samples, where they came encoded already.
-        """
-        if not samples or len({sample.group_id for sample in samples}) != 1:
-            raise ValueError(f"a group is one or more samples of one group_id, got {[sample.group_id for sample in samples]}")
-        if self.has_group(samples[0].group_id):
+    def try_put_group(self, samples: Sequence[RLSample] | SampleGroup) -> bool:
+        """Put a whole group, or nothing. True as well for a group that was put before (counted as a double)."""
+        # Encoded before anything is touched: a sample that cannot be encoded must not leave a slot half taken.
+        group = samples if isinstance(samples, SampleGroup) else encode_group(samples)
+        if len(group_ids := set(group.column("group_id"))) != 1:
+            raise ValueError(f"a group is one or more samples of one group_id, got {sorted(group_ids)}")
+        group_id = group_ids.pop()
+        if self.has_group(group_id):
             self._count("double", 1, 0)
             return True
-        if not self._make_room(len(samples), sum(at.pages_for(sample_size_bytes(sample)) for sample in samples)):
+        if not self._make_room(len(group), at.pages_for(group.size_bytes)):
             self._count("blocked", 1, 0)
             return False
-        # Encoded before anything is touched: a sample that cannot be encoded must not leave a slot half taken.
-        heads, bodies = [encode_head(sample) for sample in samples], bodies or [encode_body(sample) for sample in samples]
-        first = self._next_sequence
-        for index, (slot, *record, sample) in enumerate(zip(self._free_slots(len(samples)), heads, bodies, samples, strict=True)):
-            self._write(slot, *record, sample, sequence=first + index, group=[first, len(samples)])
-        counts = {"committed": (len(samples), sum(len(sample) for sample in samples)), "put": (1, len(samples))}
-        self._commit(samples[0].group_id, first + len(samples) - 1, counts)
+        self._write(group, first=self._next_sequence)
+        counts = {"committed": (len(group), sum(group.lengths)), "put": (1, len(group))}
+        self._commit(group_id, self._next_sequence + len(group) - 1, counts)
         return True
 
     def restore_group(self, samples: Sequence[RLSample], *, uses: Sequence[int], versions: Sequence[tuple[int, int]], size: int) -> bool:
@@ -88,7 +89,7 @@ class RingWriter(RingView):
             ring = f"{self.capacity} slots and {self.memory.num_pages} pages"
             raise RingError(f"{self.path} can never hold {group}: it has {ring}; raise --replay-capacity or --replay-bytes")
         self._reclaim()
-        while self.capacity - len(self._pages) < num_slots or len(self._free_pages) < num_pages:
+        while len(self._free_slots) < num_slots or len(self._free_pages) < num_pages:
             if not self.evict_used or not self._evict_oldest_used():
                 return False
         return True
@@ -123,40 +124,39 @@ class RingWriter(RingView):
 
     def _free(self, slot: int, state: int) -> None:
         self.memory.slots[slot, at.STATE] = state
-        self._free_pages.extend(reversed(self._pages.pop(slot)))  # taken from the end: a record gets pages in a row where it can
+        self._free_slots.append(slot)
+        first = int(self.memory.slots[slot, at.GROUP_FIRST])
+        self._num_slots[first] -= 1
+        if not self._num_slots[first]:
+            del self._num_slots[first]
+            self._free_pages.extend(reversed(self._pages.pop(first)))  # taken from the end: a record gets pages in a row where it can
 
-    def _free_slots(self, count: int) -> list[int]:
-        free = np.ones(self.capacity, bool)
-        free[list(self._pages)] = False
-        return np.flatnonzero(free)[:count].tolist()
-
-    def _write(self, slot: int, head: bytes, body: Body, sample: RLSample, *, sequence: int, group: list[int]) -> None:
-        row = self.memory.slots[slot]
-        # WRITING and the new sequence first: a reader that still copies the old record sees that it is gone.
-        row[at.STATE], row[at.SEQUENCE] = at.WRITING, sequence
-        size_bytes = len(head) + len(body.data)
-        pages = self._pages[slot] = [self._free_pages.pop() for _ in range(at.pages_for(size_bytes))]
-        self._write_pages(pages, [head, body.data])
-        versions = [sample.output_versions.min(), sample.output_versions.max()]
-        place = [sample.group_id, pages[0], size_bytes, record_crc(head, body.crc)]
-        about = [len(sample), sample.num_trained, *versions, sample.episode_id, sample.game_id]
-        row[at.GROUP_FIRST : at.SLOT_END] = [*group, *place, *about]
-        row[at.STATE] = at.READY
+    def _write(self, group: SampleGroup, *, first: int) -> None:
+        """Slots and pages of a group for which there is room."""
+        pages = self._free_pages[: -1 - at.pages_for(group.size_bytes) : -1]
+        table = _rows(group, first=first, first_page=pages[0])
+        slots, rows = np.array(self._free_slots[: -1 - len(group) : -1]), self.memory.slots
+        del self._free_pages[-len(pages) :], self._free_slots[-len(slots) :]
+        self._pages[first], self._num_slots[first] = pages, len(slots)
+        # WRITING and the new sequence first: a reader that still copies an old record sees that it is gone.
+        rows[slots, at.STATE] = at.WRITING
+        rows[slots, at.SEQUENCE] = np.arange(first, first + len(slots))
+        self._write_pages(pages, [group.header, group.body])
+        rows[slots, at.GROUP_FIRST : at.SLOT_END] = table
+        rows[slots, at.STATE] = at.READY
 
     def _write_pages(self, pages: list[int], record: list[Frame]) -> None:
+        """The chain, then the record: each run of pages at once."""
         self.memory.chain[pages[:-1]] = pages[1:]
-        if at.is_run(pages):
-            start = pages[0] * at.PAGE_BYTES
-            for part in record:
-                self.memory.arena_bytes[start : start + len(part)] = part
-                start += len(part)
-            return
-        joined = np.frombuffer(b"".join(record), np.uint8)
-        num_full = len(joined) // at.PAGE_BYTES
-        cut = num_full * at.PAGE_BYTES
-        self.memory.arena[pages[:num_full]] = joined[:cut].reshape(num_full, at.PAGE_BYTES)
-        if cut < len(joined):
-            self.memory.arena[pages[-1], : len(joined) - cut] = joined[cut:]
+        spaces = iter([self.memory.bytes_of(run) for run in at.runs_of(pages)])
+        space = next(spaces)
+        for part in map(memoryview, record):
+            while part:
+                if not space:
+                    space = next(spaces)
+                size_bytes = min(len(part), len(space))
+                space[:size_bytes] = part[:size_bytes]
+                part, space = part[size_bytes:], space[size_bytes:]
 
     def _commit(self, group_id: int, last_sequence: int, counts: dict[str, tuple[int, int]]) -> None:
         """The group becomes visible, its id a known one, and it is counted (or its successor's `_recover` does that), with one store."""
@@ -168,18 +168,19 @@ class RingWriter(RingView):
         self._intend(last_sequence, counts)
         self.memory.writer[at.COMMITTED] = last_sequence
         self._carry_out()
+        wake(self.memory.committed)
         self._known.add(group_id)
         self._recent_at = (self._recent_at + 1) % at.NUM_RECENT
         self._next_sequence = last_sequence + 1
 
     def _intend(self, sequence: int, counts: dict[str, tuple[int, int]]) -> None:
         """Write down what the counters will be once `sequence` is committed: a writer killed in between has counted all the same."""
-        words = self.memory.writer
-        words[at.INTENT] = 0
-        words[at.INTENT + 1 : at.INTENT + 7] = 0
+        words, intended = self.memory.writer, [0] * 6
         for place, (reason, (number, num_tokens)) in enumerate(counts.items()):
-            index, start = _counter(reason), at.INTENT + 1 + 3 * place
-            words[start : start + 3] = index, words[index] + number, words[index + 1] + num_tokens
+            index = _counter(reason)
+            intended[3 * place : 3 * place + 3] = index, words[index] + number, words[index + 1] + num_tokens
+        words[at.INTENT] = 0
+        words[at.INTENT + 1 : at.INTENT + 7] = intended
         words[at.INTENT] = sequence
 
     def _carry_out(self) -> None:
@@ -209,10 +210,24 @@ class RingWriter(RingView):
         self._next_sequence = max(committed, int(slots[:, at.SEQUENCE].max())) + 1
         self._known = self.recent_group_ids
         self._recent_at = (int(memory.recent[:, 1].argmax()) + 1) % at.NUM_RECENT if self._known else 0
+        self._free_slots = np.flatnonzero(slots[:, at.STATE] != at.READY)[::-1].tolist()
         for slot in np.flatnonzero(slots[:, at.STATE] == at.READY).tolist():
-            self._pages[slot] = memory.pages_of(slots[slot])
+            first = int(slots[slot, at.GROUP_FIRST])
+            if first not in self._pages:
+                self._pages[first], self._num_slots[first] = memory.pages_of(slots[slot]), 0
+            self._num_slots[first] += 1
         taken = {page for pages in self._pages.values() for page in pages}
         self._free_pages = [page for page in reversed(range(memory.num_pages)) if page not in taken]
+
+
+def _rows(group: SampleGroup, *, first: int, first_page: int) -> np.ndarray:
+    """[n, words] what the slots of a group say from GROUP_FIRST on."""
+    table = np.empty((len(group), at.SLOT_END), np.int64)
+    table[:, at.GROUP_FIRST : at.TOKENS] = [first, len(group), group.column("group_id")[0], first_page, group.size_bytes, group.crc]
+    table[:, at.TOKENS], table[:, at.TRAINED] = group.lengths, group.num_trained
+    table[:, at.OLDEST], table[:, at.NEWEST] = group.versions()
+    table[:, at.EPISODE_ID], table[:, at.GAME_ID] = group.column("episode_id"), group.column("game_id")
+    return table[:, at.GROUP_FIRST :]
 
 
 def _counter(reason: str) -> int:

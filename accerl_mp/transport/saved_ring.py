@@ -96,7 +96,7 @@ def rank_fields(path: Path) -> dict[str, Any]:
 
 def _copy(reader: RingReader, records: list[ReadySample]) -> SavedGroup | None:
     """None where nothing of it can be read (any more): evicted or torn, and counted as that."""
-    kept = [(record, sample) for record in records if (sample := reader.read(record)) is not None]
+    kept = [(record, sample) for record, sample in zip(records, reader.read_all(records), strict=True) if sample is not None]
     if not kept:
         return None
     return SavedGroup(

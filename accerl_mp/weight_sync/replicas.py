@@ -15,7 +15,7 @@ _ASK_AGAIN_S = 2.0
 
 
 class Replicas:
-    """One DEALER per inference process. Not thread-safe: rank 0's main thread only."""
+    """One DEALER per inference process. Not thread-safe: rank 0's main thread, or for a while the one thread that it waits for."""
 
     def __init__(self, paths: RunPaths, health: Health, count: int) -> None:
         self._paths, self._health = paths, health

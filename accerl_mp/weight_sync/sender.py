@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from accerl_mp.weight_sync.outbox import Outbox, make_buffers
 from accerl_mp.weight_sync.patience import Patience
 from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncError
 from accerl_mp.weight_sync.replicas import Replicas
+from accerl_mp.weight_sync.report import PushReport, describe
 from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, probe_ids
 
 _CLOSE_S = 5.0
@@ -41,32 +41,6 @@ _STOP_GRACE_S = 10.0
 """When the run ends, ranks leave a push together, at rank 0's word; this long they wait for it."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushReport:
-    """Of one finished push, as rank 0 saw it (other ranks know version and verified)."""
-
-    version: int
-    seconds: float = 0.0
-    """From start_push to the swap everywhere."""
-    standstill_s: float = 0.0
-    """In which no step of the engine began, of the slowest inference process: pause to resume; without a pause the load alone."""
-    num_bytes: int = 0
-    verified: bool = False
-    begin_s: float = 0.0
-    """On the main thread, as is the gathering: inference gets ready to receive."""
-    gather_s: float = 0.0
-    """Gather, cast, copy into messages."""
-    send_s: float = 0.0
-    """On the wire, beside everything else."""
-    pause_s: float = 0.0
-    load_s: float = 0.0
-    resume_s: float = 0.0
-    swap_s: float = 0.0
-    """From the first request that was held until requests are let in again: pause, load, cut of the versions, resume."""
-    path: str = ""
-    """How weights are swapped: "layerwise", "plain" or "captured"."""
 
 
 class WeightSync:
@@ -154,6 +128,8 @@ class WeightSync:
         if self._patience is not None:
             self._patience.reset()
         self._report = dataclasses.replace(self._report, version=self._version, verified=self._verifies())
+        if self._rank == 0:
+            _log.info(describe(self._report))
         self._num_pushes += 1
         self._swapping = None
         return self._report
@@ -161,11 +137,15 @@ class WeightSync:
     def close(self) -> None:
         """Leave the group and the control channel.
 
-        waits for      a push that is under way to notice that the run ends, some milliseconds, at most 5 s
+        waits for      a push that is under way to notice that the run ends, some milliseconds, at most 5 s. Then its sockets are
+                       left to it: a socket that is closed while another thread uses it brings the process down
         """
         self._leave()
         if self._swapping is not None:
             self._swapping.join(_CLOSE_S)
+            if self._swapping.is_alive:
+                _log.warning("push %d has not noticed within %.0f s that the run ends: it ends with the process", self._version, _CLOSE_S)
+                return
         if self._replicas is not None:
             self._replicas.close()
 
@@ -384,8 +364,8 @@ class WeightSync:
         return _AGAIN, None
 
     def _tell(self, verdict: int, what: str, limit_s: float, flag: str) -> int:
-        """Rank 0's verdict, on every rank."""
-        word = torch.tensor([verdict], device=self._device)
+        """Rank 0's verdict, on every rank. Over gloo: a GPU that waited in NCCL would compute nothing else meanwhile."""
+        word = torch.tensor([verdict])
         work = dist.broadcast(word, src=0, async_op=True)
         leave_at = float("inf")
         with self._process.health.waiting(f"trainer/0 to {what}", limit_s, flag) as wait:

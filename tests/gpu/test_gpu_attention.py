@@ -5,18 +5,21 @@ import importlib.util
 import pytest
 import torch
 
-from accerl_mp.models import attention
+from accerl_mp.models import attention, cudnn_attention
 from accerl_mp.models.attention import Segments
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 needs_flash_attn = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
+MISSING = cudnn_attention.obstacle(GPU, torch.bfloat16, 128) if torch.cuda.is_available() else "no GPU here"
+needs_cudnn = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 LENGTHS = [1, 700, 2, 64, 333, 128, 5]
 KERNELS = [
     pytest.param(attention.segment_attention, attention.SEGMENTS, id="sdpa"),
     pytest.param(attention.varlen_attention, attention.VARLEN, id="varlen"),
     pytest.param(attention.flash2_attention, attention.FLASH2, id="flash_attention_2", marks=needs_flash_attn),
+    pytest.param(attention.cudnn_attention, attention.CUDNN, id="cudnn", marks=needs_cudnn),
 ]
 
 

@@ -12,15 +12,19 @@ import torch
 from trainer_cases import config_for, made_samples, sharded_model, single_rank, start_ranks, train_steps
 
 from accerl_mp.config import Config
+from accerl_mp.models import cudnn_attention
 from accerl_mp.models.build import compute_dtype
 from accerl_mp.models.units import iter_weights
 from accerl_mp.trainer.probe import forced_logprobs
 from accerl_mp.trainer.ranks import Ranks, limit_memory
 from accerl_mp.trainer.sharded import build_sharded
+from accerl_mp.trainer.step import LocalTotals, Stepper
 from accerl_mp.transport.health import Health
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 needs_flash_attn = pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed")
+MISSING = cudnn_attention.obstacle(torch.device("cuda"), torch.bfloat16, 64) if torch.cuda.is_available() else "no GPU here"
+needs_cudnn = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 64, "vocab_size": 1504}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 ON_GPU = {"dtype": "bfloat16", "placement": "dedicated", "attn_implementation": "varlen", "compile": "on"}
@@ -68,8 +72,8 @@ def _trained_on_one_gpu(config: Config) -> dict[str, Any]:
         return _train(ranks, config, _steps())
 
 
-def _trained_on_cpu(folder: Path) -> dict[str, Any]:
-    config = config_for(folder, **SHARED)
+def _trained_on_cpu(folder: Path, **options: Any) -> dict[str, Any]:
+    config = config_for(folder, **(SHARED | options))
     ranks = single_rank()
     model = sharded_model(config)
     before = forced_logprobs(model, list(range(3, 90)), ranks.device)
@@ -87,6 +91,8 @@ def _trained_on_cpu(folder: Path) -> dict[str, Any]:
         {"compile": "off"},
         {"attn_implementation": "sdpa", "compile": "off"},
         pytest.param({"attn_implementation": "flash_attention_2"}, marks=needs_flash_attn),
+        pytest.param({"attn_implementation": "cudnn"}, marks=needs_cudnn),
+        pytest.param({"attn_implementation": "cudnn", "gradient_checkpointing": True}, marks=needs_cudnn),
         {"gradient_checkpointing": True},
         {"train_logprob_mode": "full_logits_ce"},
         {"train_packing": "padded", "train_logprob_mode": "full_logits_ce"},
@@ -103,14 +109,15 @@ def test_a_step_is_that_of_float32_on_the_cpu(options: dict[str, Any], tmp_path:
     assert (exact["after"] - exact["before"]).abs().mean() > 0.06  # the three steps did move it
 
 
-def test_one_compilation_serves_every_layer_and_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chosen", ["varlen", pytest.param("cudnn", marks=needs_cudnn)])
+def test_one_compilation_serves_every_layer_and_length(chosen: str, tmp_path: Path) -> None:
     """A length or a layer that compiled anew would cost seconds in the middle of a run, and past eight times fall back to eager."""
     from torch._dynamo.utils import counters
 
     tiny.save_tiny(tmp_path, **SIZES)
     torch._dynamo.reset()
     counters.clear()
-    config = _config(tmp_path)
+    config = _config(tmp_path, attn_implementation=chosen)
     with _gpu_rank(0, 1) as ranks:
         model, unsharded = build_sharded(config, ranks, torch.bfloat16)
         train_steps(model, config, ranks, _steps(), unsharded=unsharded)
@@ -121,9 +128,40 @@ def test_one_compilation_serves_every_layer_and_length(tmp_path: Path) -> None:
     assert counters["stats"]["unique_graphs"] == first
 
 
-def test_memory_stays_flat(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [0.0, 0.05, 1e6])
+def test_an_update_launched_ahead_is_that_of_the_host(limit: float, tmp_path: Path) -> None:
+    """On one GPU the fused kernels clip; on the CPU the host does."""
     tiny.save_tiny(tmp_path, **SIZES)
-    config, used = _config(tmp_path), []
+    options = {"max_grad_norm": limit, "compile": "off", "dtype": "float32", "attn_implementation": "sdpa"}
+    exact, got = _trained_on_cpu(tmp_path, max_grad_norm=limit), _trained_on_one_gpu(_config(tmp_path, **options))
+    assert got["norms"] == pytest.approx(exact["norms"], rel=1e-3)
+    assert (got["after"] - exact["after"]).abs().mean() < 0.02 * (exact["after"] - exact["before"]).abs().mean()
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing(tmp_path: Path) -> None:
+    tiny.save_tiny(tmp_path, **SIZES)
+    config = _config(tmp_path, compile="off", max_bad_steps=9)
+    with _gpu_rank(0, 1) as ranks:
+        model, unsharded = build_sharded(config, ranks, torch.bfloat16)
+        good, bad = _steps()[0], _steps()[1]
+        for sample in bad[0]:
+            sample.old_logprobs[:] = float("nan")
+        stepper = Stepper(model, config, ranks, unsharded=unsharded)
+        states = []
+        for index, step in enumerate((good, bad, good)):
+            totals = LocalTotals.of([sample for batch in step for sample in batch])
+            result = stepper.run(step, totals, step=index, version=0)
+            assert result.is_bad == (index == 1)
+            tensors = list(model.parameters()) + [value for state in stepper.optimizer.state.values() for value in state.values()]
+            states.append([(tensor.to_local() if hasattr(tensor, "to_local") else tensor).clone() for tensor in tensors])
+    assert all(torch.equal(one, other) for one, other in zip(states[0], states[1], strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(states[1], states[2], strict=True))
+
+
+@pytest.mark.parametrize("chosen", ["varlen", pytest.param("cudnn", marks=needs_cudnn)])
+def test_memory_stays_flat(chosen: str, tmp_path: Path) -> None:
+    tiny.save_tiny(tmp_path, **SIZES)
+    config, used = _config(tmp_path, attn_implementation=chosen), []
     with _gpu_rank(0, 1) as ranks:
         model, unsharded = build_sharded(config, ranks, torch.bfloat16)
         for _ in range(4):

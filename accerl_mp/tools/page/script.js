@@ -134,12 +134,14 @@ function setUpViewer(viewer) {
 
   function recall() {
     const wanted = new URLSearchParams(location.hash.slice(1));
-    const index = data.episodes.findIndex((one) => one.file === wanted.get("episode") + ".json");
+    const named = data.episodes.findIndex((one) => one.file === wanted.get("episode") + ".json");
+    // Nothing was asked for: the first that was trained has colours to show.
+    const index = named >= 0 ? named : data.episodes.findIndex((one) => one.steps.length > 0);
     if (wanted.get("colours") in MODES) setMode(wanted.get("colours"));
     if (index >= 0) {
       picker.value = index;
       open();
-      viewer.scrollIntoView();
+      if (named >= 0) viewer.scrollIntoView();
     }
   }
 
