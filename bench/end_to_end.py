@@ -81,9 +81,9 @@ def compare_modes(result: Result, args: argparse.Namespace) -> None:
         result.add("trained tokens", [value["tokens_per_s"] for value in values], "tokens/s", "higher", mode=side)
         result.add("samples of a run", [value["samples"] for value in values], "samples", mode=side)
         result.add("win rate over the last quarter", [value["last_wins"] for value in values], "share won", "higher", mode=side)
-        moments = {"before": 0, "at the end": -1} if values[0]["held_out"] else {}
-        for name, index in moments.items():
-            result.add(f"held-out win rate {name}", [value["held_out"][index] for value in values], "share won", "higher", mode=side)
+        for name, index in {"before": 0, "at the end": -1}.items():
+            if all(len(value["held_out"]) > abs(index) for value in values):  # a run that was cut short has no last one
+                result.add(f"held-out win rate {name}", [value["held_out"][index] for value in values], "share won", "higher", mode=side)
         for value in values:
             result.series("win rate against wall time", value["wins"], x="s", y="share won", mode=side)
         for tag in values[0]["shares"]:
