@@ -28,7 +28,18 @@ COMMANDS = [
     if line and not line.startswith("#")
 ]
 PLACEHOLDERS = {"MODEL_DIR": "accerl_mp/presets/demo_model", "GAMES": "games/train", "HELDOUT_GAMES": "games/heldout", "RUN_DIR": "run"}
-NEEDS_MORE = ("MODEL_PATH=", "HELDOUT_GAMES", "RUN_DIR", "-m pip", "--from-package", "tests/run.sh", "torchrun", "kill")
+NEEDS_MORE = (
+    "MODEL_PATH=",
+    "HELDOUT_GAMES",
+    "RUN_DIR",
+    "-m pip",
+    "--from-package",
+    "tests/run.sh",
+    "torchrun",
+    "kill",
+    "runs/quests",
+    "runs/smollm2",
+)
 """Commands that need GPUs, a run, the network, or are these tests: their flags are checked, they are not run."""
 
 
@@ -95,7 +106,7 @@ def check_launch(flags: list[str], environ: dict[str, str], root: Path) -> None:
     typed = cli.parse(flags, environ=environ)
     num_gpus = 0 if typed.run.placement == "cpu" else 4
     problems = checks.check(resolve(typed, num_gpus=num_gpus, log_dir=str(root / "new run")), num_gpus=num_gpus)
-    made_by_commands = ("runs/demo_games/train", "runs/guessing")
+    made_by_commands = ("runs/demo_games/train", "runs/guessing", "runs/quests", "runs/smollm2-sft")
     assert [problem for problem in problems if not any(folder in problem for folder in made_by_commands)] == []
 
 
