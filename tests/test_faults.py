@@ -194,7 +194,8 @@ def nobodys(tmp_path: Path) -> Iterator[Callable[..., str]]:
     folder = Path("/tmp") / f"accerl-nobody-{os.getpid()}"
     folder.mkdir(mode=0o700)
     os.chown(folder, 65534, 65534)
-    environment = os.environ | {"PYTHONPATH": str(README.parent), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(folder)}
+    modules = os.pathsep.join(filter(None, (str(README.parent), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": modules, "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(folder)}
 
     def run(code: str) -> subprocess.CompletedProcess[str]:
         command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", sys.executable, "-c", code, str(folder)]

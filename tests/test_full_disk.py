@@ -41,6 +41,7 @@ WHO_BEARS_IT = {
     "ingest/strikes.py": "itself",
     "ingest/restore.py": "/dev/shm",
     "rollout/records.py": "Worker, which logs 'no transcript of group'",
+    "stats/collector.py": "stats/writer.py, which appends its texts to the events",
     "stats/writer.py": "itself: AppendFile, write_status",
     "trainer/best.py": "BestExport.judge",
     "trainer/checkpoint.py": "export, Saver",
