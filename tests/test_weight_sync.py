@@ -108,7 +108,8 @@ def test_tensors_of_odd_sizes_arrive_as_they_were(bucket_bytes: int, chosen: lis
     messages = iter_messages(staging.slots, runs, bucket_bytes)
     outbox = Outbox(front, messages, make_buffers(bucket_bytes, CPU), health=Health.detached(), timeout_s=10.0)
     for index in chosen:
-        outbox.put(tensors[index].flatten().view(torch.uint8))
+        outbox.put([tensors[index].flatten()], tensors[index].dtype)
+        outbox.flush()
     outbox.finish()
     receiver.join(10)
     wait_until(lambda: outbox.is_done)
@@ -206,7 +207,7 @@ def test_a_peer_that_does_not_receive_ends_the_push_and_not_the_gathering() -> N
     outbox = _outbox(front, 64 << 20, 1 << 20, timeout_s=1.0)
     start = time.monotonic()
     for _ in range(64):
-        outbox.put(torch.zeros(1 << 20, dtype=torch.uint8))
+        outbox.put([torch.zeros(1 << 20, dtype=torch.uint8)], torch.uint8)
     outbox.finish()
     assert isinstance(outbox.error, DeadlineExpired)
     assert "--sync-timeout-s" in str(outbox.error)
@@ -236,10 +237,10 @@ while True:
         assert peer.stdout.readline() == b"imported\n"  # that takes long where the machine is busy
         group = join_group(GroupAddress(backend="gloo", port=port, world_size=2, timeout_s=timeout_s), 0, CPU, store)
         outbox = _outbox(group, 1 << 40, 1 << 20)
-        outbox.put(torch.zeros(8 << 20, dtype=torch.uint8))
+        outbox.put([torch.zeros(8 << 20, dtype=torch.uint8)], torch.uint8)
         peer.send_signal(signal_number)
         start = time.monotonic()
-        outbox.put(torch.zeros(256 << 20, dtype=torch.uint8))
+        outbox.put([torch.zeros(256 << 20, dtype=torch.uint8)], torch.uint8)
         wait_until(lambda: outbox.error is not None, 60)
         assert time.monotonic() - start < timeout_s + 30, "by the group's timeout, not by the test's"
         assert "sending weights failed" in str(outbox.error)
