@@ -28,8 +28,8 @@ from tiny import build_tiny
 from accerl_mp.models.names import manifest
 from accerl_mp.models.units import Whole, iter_units, iter_weights
 from accerl_mp.weight_sync import sender
+from accerl_mp.weight_sync.buckets import BucketSender
 from accerl_mp.weight_sync.layout import checksum, plan_layout
-from accerl_mp.weight_sync.outbox import Outbox
 from accerl_mp.weight_sync.protocol import SyncError, WrongWeights
 from accerl_mp.weight_sync.truth import compare_logprobs, compare_sums
 
@@ -121,12 +121,12 @@ def test_damage_on_the_wire_is_named_by_its_tensor(
 ) -> None:
     slots, _ = plan_layout(manifest(engine.model, trainable_only=False, dtype=torch.float32))
     victim = next(index for index, slot in enumerate(slots) if slot.name == "model.layers.1.mlp.up_proj.weight")
-    put, count = Outbox.put, iter(range(10_000))
+    put, count = BucketSender.put, iter(range(10_000))
 
-    def put_damaged(outbox: Outbox, pieces: list[torch.Tensor], dtype: torch.dtype) -> None:
-        put(outbox, [fault(piece) for piece in pieces] if next(count) == victim else pieces, dtype)
+    def put_damaged(buckets: BucketSender, pieces: list[torch.Tensor], dtype: torch.dtype) -> None:
+        put(buckets, [fault(piece) for piece in pieces] if next(count) == victim else pieces, dtype)
 
-    monkeypatch.setattr(Outbox, "put", put_damaged)
+    monkeypatch.setattr(BucketSender, "put", put_damaged)
     before = engine.sync._version
     with pytest.raises(SyncError, match=r"inference/0, worker 0: tensor model\.layers\.1\.mlp\.up_proj\.weight arrived damaged"):
         engine.push(before + 1)

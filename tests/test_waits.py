@@ -40,7 +40,7 @@ WITHOUT_LIMIT = {
     ("transport/loop.py", "recv_multipart"): "with DONTWAIT",
     ("transport/sockets.py", "recv_multipart"): "after a poll that says that there is something",
     ("weight_sync/replicas.py", "recv"): "after a poll that says that there is something",
-    ("weight_sync/outbox.py", "get"): "a side thread: the main thread's wait has --sync-timeout-s, and closes the queue",
+    ("weight_sync/buckets.py", "get"): "a side thread: the main thread's wait has --sync-timeout-s, and closes the queue",
     ("weight_sync/group.py", "wait"): "side threads: the group's own timeout, or abort()",
     ("weight_sync/sender.py", "wait"): "after is_completed()",
     ("transport/process.py", "join"): "the heartbeat looks every second",

@@ -43,10 +43,10 @@ from accerl_mp.transport.health import Health, HealthTable
 from accerl_mp.transport.process import Process, exit_now
 from accerl_mp.weight_sync import patience, sender
 from accerl_mp.weight_sync.aside import Aside
+from accerl_mp.weight_sync.buckets import BucketSender, make_buffers
 from accerl_mp.weight_sync.group import GroupAddress, IpcGroup, WeightGroup, join_group, open_store
 from accerl_mp.weight_sync.incoming import Staging
 from accerl_mp.weight_sync.layout import checksum, find_runs, iter_messages, plan_layout
-from accerl_mp.weight_sync.outbox import Outbox, make_buffers
 from accerl_mp.weight_sync.protocol import GroupBroken, SyncError, WrongWeights
 from accerl_mp.weight_sync.sender import WeightSync
 
@@ -66,11 +66,11 @@ def _two_ranks(timeout_s: float) -> tuple[WeightGroup, WeightGroup]:
     return groups[0], groups[1]
 
 
-def _outbox(group: WeightGroup, total_bytes: int, bucket_bytes: int, timeout_s: float = 10.0) -> Outbox:
+def _sender(group: WeightGroup, total_bytes: int, bucket_bytes: int, timeout_s: float = 10.0) -> BucketSender:
     """Of one tensor of `total_bytes`."""
     slots, _ = plan_layout([("tensor", (total_bytes,), "uint8")])
     messages = itertools.islice(iter_messages(slots, [(0, 1)], bucket_bytes), 10_000)
-    return Outbox(group, messages, make_buffers(bucket_bytes, CPU), health=Health.detached(), timeout_s=timeout_s)
+    return BucketSender(group, messages, make_buffers(bucket_bytes, CPU), health=Health.detached(), timeout_s=timeout_s)
 
 
 def test_checksum_sees_any_flipped_bit_and_any_swap() -> None:
@@ -106,13 +106,13 @@ def test_tensors_of_odd_sizes_arrive_as_they_were(bucket_bytes: int, chosen: lis
     receiver = threading.Thread(target=receive)
     receiver.start()
     messages = iter_messages(staging.slots, runs, bucket_bytes)
-    outbox = Outbox(front, messages, make_buffers(bucket_bytes, CPU), health=Health.detached(), timeout_s=10.0)
+    buckets = BucketSender(front, messages, make_buffers(bucket_bytes, CPU), health=Health.detached(), timeout_s=10.0)
     for index in chosen:
-        outbox.put([tensors[index].flatten()], tensors[index].dtype)
-        outbox.flush()
-    outbox.finish()
+        buckets.put([tensors[index].flatten()], tensors[index].dtype)
+        buckets.flush()
+    buckets.finish()
     receiver.join(10)
-    wait_until(lambda: outbox.is_done)
+    wait_until(lambda: buckets.is_done)
     came = dict(staging.weights) if is_whole else came
     assert list(came) == [str(index) for index in (range(5) if is_whole else chosen)]
     for index, tensor in enumerate(tensors):
@@ -204,17 +204,17 @@ def test_the_one_gpu_group_ends_with_an_error_when_nobody_takes_or_it_is_given_u
 
 def test_a_peer_that_does_not_receive_ends_the_push_and_not_the_gathering() -> None:
     front, _back = _two_ranks(3)
-    outbox = _outbox(front, 64 << 20, 1 << 20, timeout_s=1.0)
+    buckets = _sender(front, 64 << 20, 1 << 20, timeout_s=1.0)
     start = time.monotonic()
     for _ in range(64):
-        outbox.put([torch.zeros(1 << 20, dtype=torch.uint8)], torch.uint8)
-    outbox.finish()
-    assert isinstance(outbox.error, DeadlineExpired)
-    assert "--sync-timeout-s" in str(outbox.error)
+        buckets.put([torch.zeros(1 << 20, dtype=torch.uint8)], torch.uint8)
+    buckets.finish()
+    assert isinstance(buckets.error, DeadlineExpired)
+    assert "--sync-timeout-s" in str(buckets.error)
     assert time.monotonic() - start < 30, "64 puts that each wait would take a minute"
-    outbox.give_up()
-    outbox._thread.join(10)
-    assert not outbox._thread.is_alive(), "the group's own timeout ends the send"
+    buckets.give_up()
+    buckets._thread.join(10)
+    assert not buckets._thread.is_alive(), "the group's own timeout ends the send"
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
@@ -236,16 +236,16 @@ while True:
         assert peer.stdout is not None
         assert peer.stdout.readline() == b"imported\n"  # that takes long where the machine is busy
         group = join_group(GroupAddress(backend="gloo", port=port, world_size=2, timeout_s=timeout_s), 0, CPU, store)
-        outbox = _outbox(group, 1 << 40, 1 << 20)
-        outbox.put([torch.zeros(8 << 20, dtype=torch.uint8)], torch.uint8)
+        buckets = _sender(group, 1 << 40, 1 << 20)
+        buckets.put([torch.zeros(8 << 20, dtype=torch.uint8)], torch.uint8)
         peer.send_signal(signal_number)
         start = time.monotonic()
-        outbox.put([torch.zeros(256 << 20, dtype=torch.uint8)], torch.uint8)
-        wait_until(lambda: outbox.error is not None, 60)
+        buckets.put([torch.zeros(256 << 20, dtype=torch.uint8)], torch.uint8)
+        wait_until(lambda: buckets.error is not None, 60)
         assert time.monotonic() - start < timeout_s + 30, "by the group's timeout, not by the test's"
-        assert "sending weights failed" in str(outbox.error)
-        outbox.give_up()
-        outbox._thread.join(30)
+        assert "sending weights failed" in str(buckets.error)
+        buckets.give_up()
+        buckets._thread.join(30)
     finally:
         peer.kill()
         peer.wait()

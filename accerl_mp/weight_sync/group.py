@@ -136,7 +136,7 @@ class IpcGroup:
             self._tell("joined", peer) if peer == rank else self._hear("joined", peer, is_last=False)
 
     def send(self, buffer: torch.Tensor) -> None:
-        """`buffer` begins where its storage does, as `outbox.make_buffers` gives them: the same few each time."""
+        """`buffer` begins where its storage does, as `buckets.make_buffers` gives them: the same few each time."""
         index = self._share(buffer)
         self._store.set(f"{self._number}/sent", msgpack.packb([index, len(buffer)]))
         for peer in range(1, self._world_size):

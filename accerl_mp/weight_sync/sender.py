@@ -21,9 +21,9 @@ from accerl_mp.models.units import Whole, iter_units
 from accerl_mp.transport.errors import Closed, DeadlineExpired
 from accerl_mp.transport.process import Process
 from accerl_mp.weight_sync.aside import Aside
+from accerl_mp.weight_sync.buckets import BucketSender, make_buffers
 from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, backend_of, join_group, open_store
 from accerl_mp.weight_sync.layout import Manifest, Runs, Slot, checksum, find_runs, iter_messages, plan_layout, slots_of
-from accerl_mp.weight_sync.outbox import Outbox, make_buffers
 from accerl_mp.weight_sync.patience import Patience
 from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncError
 from accerl_mp.weight_sync.replicas import Replicas
@@ -79,7 +79,7 @@ class WeightSync:
         self._manifest: Manifest = []
         self._slots: list[Slot] = []
         self._buffers: list[torch.Tensor] = []
-        self._outbox: Outbox | None = None
+        self._buckets: BucketSender | None = None
         self._swapping: Aside | None = None
         self._num_pushes = 0  # since the group was formed
         self._version, self._started, self._num_bytes = -1, 0.0, 0
@@ -154,10 +154,10 @@ class WeightSync:
             pass
         begun = time.monotonic()
         for unit in iter_units(self._model, trainable_only=trainable_only and self._num_pushes > 0, dtype=self._dtype):
-            if self._outbox is not None:
+            if self._buckets is not None:
                 self._put(unit)
-        if self._outbox is not None:
-            self._outbox.finish()
+        if self._buckets is not None:
+            self._buckets.finish()
             self._begin_s, self._gather_s = begun - self._started, time.monotonic() - begun
             self._swapping = Aside(self._swap, "weights-swap")
 
@@ -239,7 +239,7 @@ class WeightSync:
         self._replicas.call("begin", fields, timeout_s=timeout_s, flag=_FLAG)
         self._next_slots, self._sums = iter(slots), {}
         messages = iter_messages(self._slots, runs, self._sync.sync_bucket_mb << 20)
-        self._outbox = Outbox(self._group, messages, self._buffers, health=self._process.health, timeout_s=timeout_s)
+        self._buckets = BucketSender(self._group, messages, self._buffers, health=self._process.health, timeout_s=timeout_s)
         return verdict
 
     def _runs(self, trainable_only: bool) -> Runs:
@@ -256,8 +256,8 @@ class WeightSync:
                 raise SyncError(f"push {self._version}: gathered {whole.name} {whole.shape} {whole.dtype}, the manifest says {slot}")
             if self._verifies():
                 self._sums[whole.name] = checksum(whole.tensor())
-            self._outbox.put(whole.pieces, whole.dtype)
-        self._outbox.flush()
+            self._buckets.put(whole.pieces, whole.dtype)
+        self._buckets.flush()
 
     def _await_swap(self) -> int:
         """Wait for `_swap`, which runs aside. Its own waits have the deadlines."""
@@ -273,9 +273,9 @@ class WeightSync:
         timeout_s = self._sync.sync_timeout_s
         try:
             with self._process.health.waiting("inference to receive a push", timeout_s, _FLAG, peer="inference") as wait:
-                while not self._outbox.is_done:
-                    if self._outbox.error is not None:
-                        raise self._outbox.error
+                while not self._buckets.is_done:
+                    if self._buckets.error is not None:
+                        raise self._buckets.error
                     wait.check()
                     self._replicas.check()
                     time.sleep(0.002)
@@ -286,7 +286,7 @@ class WeightSync:
                 compare_sums(self._version, self._sums, self._replicas.call("checksums", timeout_s=timeout_s, flag=_FLAG))
             answers = self._replicas.call("swap", {"version": self._version}, timeout_s=timeout_s, flag=_FLAG)
         except (SyncError, DeadlineExpired):
-            self._outbox.give_up()
+            self._buckets.give_up()
             self._buffers = []  # the thread may still read from them
             self._replicas.tell("abort")
             raise
@@ -297,7 +297,7 @@ class WeightSync:
             num_bytes=self._num_bytes,
             begin_s=self._begin_s,
             gather_s=self._gather_s,
-            send_s=self._outbox.busy_s,
+            send_s=self._buckets.busy_s,
             path=answers[0]["path"],
             **slowest,
         )

@@ -18,11 +18,11 @@ _NUM_BUFFERS = 2
 
 
 def make_buffers(bucket_bytes: int, device: torch.device) -> list[torch.Tensor]:
-    """What an Outbox sends from. They outlive it: allocated once, and mapped once into a process on the same GPU."""
+    """What an BucketSender sends from. They outlive it: allocated once, and mapped once into a process on the same GPU."""
     return [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(_NUM_BUFFERS)]
 
 
-class Outbox:
+class BucketSender:
     """One push. `put` every tensor in order, `flush` before any of them changes, then `finish`; `is_done` or `error` follows.
 
     A thread of its own sends.

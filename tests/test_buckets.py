@@ -1,4 +1,4 @@
-"""What is put into an Outbox arrives byte for byte at its place in the layout, however tensors and messages are cut."""
+"""What is put into an BucketSender arrives byte for byte at its place in the layout, however tensors and messages are cut."""
 
 import time
 from pathlib import Path
@@ -14,8 +14,8 @@ from accerl_mp.models.names import manifest
 from accerl_mp.models.units import iter_units, iter_weights
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.transport.health import Health
+from accerl_mp.weight_sync.buckets import BucketSender, make_buffers
 from accerl_mp.weight_sync.layout import find_runs, iter_messages, plan_layout, slots_of
-from accerl_mp.weight_sync.outbox import Outbox, make_buffers
 
 pytestmark = pytest.mark.timeout(120)
 CPU = torch.device("cpu")
@@ -56,26 +56,26 @@ def test_every_byte_arrives_at_its_place(bucket_bytes: int, dtype: torch.dtype |
     runs = find_runs(sent)
     messages = list(iter_messages(slots, runs, bucket_bytes))
     buffers = make_buffers(min(bucket_bytes, num_bytes), CPU)
-    outbox = Outbox(wire, messages, buffers, health=Health.detached(), timeout_s=10)
+    buckets = BucketSender(wire, messages, buffers, health=Health.detached(), timeout_s=10)
     expected = {}
     index = 0
     for unit in iter_units(model, trainable_only=False, dtype=dtype):
         for whole in unit:
             if index in sent:
                 expected[whole.name] = whole.tensor().clone()
-                outbox.put(whole.pieces, whole.dtype)
+                buckets.put(whole.pieces, whole.dtype)
             index += 1
-        outbox.flush()
+        buckets.flush()
         with torch.no_grad():  # from here on the model may change
             for whole in unit:
                 for piece in whole.pieces:
                     piece.zero_()
     assert index == len(slots)
-    outbox.finish()
+    buckets.finish()
     deadline = time.monotonic() + 10
-    while not outbox.is_done and time.monotonic() < deadline:
+    while not buckets.is_done and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert outbox.is_done, outbox.error
+    assert buckets.is_done, buckets.error
     staging = torch.zeros(num_bytes, dtype=torch.uint8)
     assert [len(message) for message in wire.messages] == [message.stop - message.start for message in messages]
     for message, data in zip(messages, wire.messages, strict=True):
