@@ -143,7 +143,7 @@ def _check_metrics(run: Run) -> None:
 def _check_transcripts(run: Run) -> None:
     """Token by token: what the trainer made of a token of its own version is what vLLM had sampled it with."""
     num_compared, folder = 0, RunFolder(run.folder)
-    for name in folder.transcript_names():
+    for name in folder.transcript_sizes():
         transcript = folder.transcript(name)
         assert transcript
         for line in transcript["trained"]:
