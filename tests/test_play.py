@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -121,7 +122,7 @@ def test_flags_that_cannot_work_are_refused_together_with_code_2(capfd: pytest.C
         ("--env nowhere", "is neither 'textworld' nor module:Class"),
         ("--chat-template nowhere", "--chat-template nowhere: no such file"),
         ("--game-pattern /x", "--game-pattern '/x': it must be a pattern of files inside --game-dir"),
-        (f"--out {__file__}/out", "is a file; name another folder"),
+        (f"--out {shlex.quote(__file__)}/out", "is a file; name another folder"),
     ],
 )
 def test_what_vllm_would_refuse_later_is_refused_at_once(
@@ -131,7 +132,7 @@ def test_what_vllm_would_refuse_later_is_refused_at_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     fixed = ["--model-path", str(DEMO_MODEL), "--game-dir", str(games_dir), "--placement", "cpu"]
-    assert play.main([*fixed, *words.split()]) == 2
+    assert play.main([*fixed, *shlex.split(words)]) == 2
     assert message in capfd.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -285,3 +286,29 @@ def test_strikes_outlive_ingest_and_a_skipped_game_is_not_dealt_again(tmp_path: 
     StrikesFile(tmp_path / "strikes.json", successor, Start())
     assert successor.set_aside == {bad}
     assert successor.orphans == set()
+
+
+def test_an_ingest_that_starts_again_needs_no_state_that_is_gone(two: list[Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--keep-checkpoints removes what the run went on from long before an ingest dies: rings and strikes are its own by then."""
+    start = save(tmp_path / "state", two)
+    content = json.loads((tmp_path / "state" / "state.json").read_text())
+    strikes = {"strikes": [["game", 0, 2]], "set_aside": [1]}
+    (tmp_path / "state" / "state.json").write_text(json.dumps(content | {"strikes": strikes}))
+    schedule = Schedule(seed=0, num_games=3, group_size=1)
+
+    def ingest(*, wants: list[int]) -> None:
+        new = restored(tmp_path, start, 2, monkeypatch)
+        dealer = Dealer(schedule, 1)
+        StrikesFile(tmp_path / "strikes.json", dealer, start)
+        assert sorted(dealer.set_aside) == wants
+        assert {entry[0] for rank in new for entry in rank.content()} == {1, 3, 5, 7}
+        for rank in new:
+            rank.close()
+
+    ingest(wants=[1])
+    shutil.rmtree(tmp_path / "state")
+    ingest(wants=[1])
+    (tmp_path / "strikes.json").unlink()  # a full disk
+    ingest(wants=[])
+    for rank in two:
+        rank.close()

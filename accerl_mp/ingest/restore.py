@@ -21,12 +21,15 @@ _log = logging.getLogger(__name__)
 
 
 def make_rings(paths: RunPaths, config: Config, start: Start, flops: FlopsEstimate) -> None:
-    """Make every ring file that is not there. RingError where /dev/shm is too small."""
+    """Make every ring file that is not there. RingError where /dev/shm is too small.
+
+    The state is read only then: it may be gone (`--keep-checkpoints`) by the time at which an ingest is started again.
+    """
     ranks = range(config.run.fsdp_world_size or 1)
     missing = [rank for rank in ranks if not paths.ring(rank).exists()]
-    saved = start.saved
     if not missing:
         return
+    saved = start.saved
     if saved is None:
         for rank in missing:
             _create(paths.ring(rank), config)
