@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -345,12 +346,14 @@ def test_the_commands_of_the_summary_can_be_typed_where_launch_sh_was(tmp_path: 
         return [line.partition("  ")[2].strip().partition("  ")[2].strip() for line in success_lines(RunPaths(run), {})[-3:]]
 
     report, tensorboard, go_on = lines(called_from=ROOT, now_in=ROOT)
-    assert report == f"{sys.executable} -m accerl_mp.tools.report '{run}'"
+    assert report == f"{shlex.quote(sys.executable)} -m accerl_mp.tools.report '{run}'"
     assert tensorboard.endswith(f"--logdir '{run}'")
     assert go_on == f"bash launch.sh --seed 1 --log-dir '{run}' --resume auto"
     (run / "command.txt").write_text(f"bash launch.sh --seed 1\n{go_on}\n")
     assert lines(called_from=ROOT, now_in=ROOT)[2] == go_on, "not longer each time"
     report, _, go_on = lines(called_from=tmp_path, now_in=tmp_path)
-    assert report.startswith(f"PYTHONPATH={ROOT} ")
-    assert go_on.startswith(f"bash {ROOT}/launch.sh --seed 1 ")
-    assert lines(called_from=tmp_path, now_in=ROOT)[2].startswith(f"cd {ROOT} && bash launch.sh "), "the demo, from elsewhere"
+    assert report.startswith(f"PYTHONPATH={shlex.quote(str(ROOT))} ")
+    assert go_on.startswith(f"bash {shlex.quote(f'{ROOT}/launch.sh')} --seed 1 ")
+    assert lines(called_from=tmp_path, now_in=ROOT)[2].startswith(f"cd {shlex.quote(str(ROOT))} && bash launch.sh "), (
+        "the demo, from elsewhere"
+    )
