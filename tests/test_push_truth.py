@@ -201,7 +201,7 @@ def test_two_hundred_pushes_lose_double_and_mislabel_no_token_and_leave_memory_f
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("staging", ["on", "off"])
 def test_a_hundred_pushes_of_a_whole_model_leave_memory_flat(tmp_path: Path, staging: str) -> None:
-    """8 MiB a push: one that is kept in twelve is seen. The allocators' own ups and downs are 15 to 20 MiB here, in 300 pushes too."""
+    """8 MiB a push: one that is kept in twelve is seen. Slower growth is not: readings move by 15 to 20 MiB here."""
     model = build_tiny(vocab_size=VOCABULARY, intermediate_size=10240)
     with contextlib.closing(InferenceRun(tmp_path, model, sync_staging=staging, sync_bucket_mb=1)) as run:
         run.connect()
