@@ -122,6 +122,15 @@ def test_tensors_of_odd_sizes_arrive_as_they_were(bucket_bytes: int, chosen: lis
             assert not came[str(index)].any()
 
 
+def test_gloo_leaves_the_cores_to_generation() -> None:
+    """Its threads are the wire: each waits behind whatever generates or trains in the same process."""
+    own, before = os.getpriority(os.PRIO_PROCESS, 0), set(os.listdir("/proc/self/task"))
+    groups = _two_ranks(10)
+    levels = [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in set(os.listdir("/proc/self/task")) - before]
+    assert sum(level > own for level in levels) >= 2 * len(groups), "a loop and a worker for each end"
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
 class MappedGroup(IpcGroup):
     """Memory of this process in place of a GPU's, which several processes map; all else is the real one."""
 
