@@ -87,7 +87,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
         "test_environment.py::test_both_sides_of_the_weight_group_have_the_same_nccl_memory",
     ),
     "memory grows, shared memory is left behind (DeepEyes 113; vllm 8933)": (
-        "test_push_truth.py::test_a_hundred_pushes_of_a_whole_model_leave_memory_flat",
+        "test_push_memory.py::test_whole_models_leave_nothing_behind",
         "test_supervisor.py::test_shared_memory_of_a_killed_process",
         "test_config.py::test_a_small_dev_shm_is_refused_with_the_size_needed",
     ),

@@ -298,6 +298,8 @@ def test_a_run_is_started_again_for_a_dead_rank_and_not_for_ever() -> None:
     assert restart_refusal(rank, num_restarts=0, most=0, has_trained=True) == ""
     assert restart_refusal(rank, num_restarts=1, most=1, has_trained=True) == "--max-trainer-restarts 1 is used up"
     assert restart_refusal(rank, num_restarts=1, most=3, has_trained=True) is None
+    wrong = PeerLost("trainer/1", None, "log", "WrongWeights: push 3 at inference/0, worker 0: tensor x arrived damaged")
+    assert "WrongWeights: the run is not started again" in restart_refusal(wrong, num_restarts=0, most=3, has_trained=True)
     assert "died again before a round was trained" in restart_refusal(rank, num_restarts=1, most=3, has_trained=False)
 
 

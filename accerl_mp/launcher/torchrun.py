@@ -19,7 +19,7 @@ from accerl_mp.launcher.resuming import plan_restart
 from accerl_mp.launcher.summary import wait_until_over
 from accerl_mp.recovery import announced_in
 from accerl_mp.topology import RunPaths
-from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.errors import NOT_TRIED_AGAIN, PeerLost
 from accerl_mp.transport.health import FAILURE_FILE
 
 _PR_SET_PDEATHSIG = 1
@@ -103,6 +103,9 @@ def restart_refusal(lost: PeerLost, *, num_restarts: int, most: int, has_trained
     """Why the run is not started again; None: it is. Empty: there is nothing to say."""
     if not lost.role.startswith("trainer/") or most == 0:
         return ""
+    error = lost.detail.partition(":")[0]
+    if error in NOT_TRIED_AGAIN:
+        return f"{lost.role} ended with {error}: the run is not started again, that would only hide it"
     if num_restarts >= most:
         return f"--max-trainer-restarts {most} is used up"
     if num_restarts and not has_trained:

@@ -6,6 +6,10 @@ EXIT_GAME_HUNG = 75
 """A rollout's exit code when it ends itself because of a game: a restart that doesn't count."""
 
 
+NOT_TRIED_AGAIN = ("WrongWeights",)
+"""Errors of a trainer rank, by the name that the text of its failure begins with, which a new start of the run would only hide."""
+
+
 class Closed(Exception):
     """The run ends normally: leave, this is no error."""
 
