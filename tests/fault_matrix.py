@@ -9,6 +9,7 @@ from pathlib import Path
 from tests.poisoned_games import KINDS
 
 REST, WORK = "at rest", "at work"
+STANDING = "while vLLM stands in a push"
 MOMENTS = (REST, WORK)
 EVENTS = {"killed": "SIGKILL", "stopped": "SIGSTOP", "crashed": "SIGSEGV", "asked to leave": "SIGTERM"}
 ROLES = ("rollout", "ingest", "stats")
@@ -55,6 +56,12 @@ def _vllm_cells() -> list[Cell]:
         _cell("test_faults_vllm", "test_vllm", who, event, moment, _VLLM_GOES_ON + endings[event], True)
         for who, event, moment in [*cases, ("inference front", "asked to leave", WORK)]
     ]
+
+
+def _standing_cells() -> list[Cell]:
+    """Without staging vLLM is paused from the first byte of a push to the last."""
+    outcomes = dict.fromkeys(ROLES, _GOES_ON) | dict.fromkeys(VLLM, _VLLM_GOES_ON)
+    return [_cell("test_faults_vllm", "test_while_vllm_stands", who, "killed", STANDING, outcomes[who], True) for who in outcomes]
 
 
 def _game_cells() -> list[Cell]:
@@ -177,7 +184,7 @@ OTHERS = (
     _elsewhere("a stranger", "sends nonsense", WORK, "logged and dropped", "test_security.py::test_no_message_ends_ingest[0]"),
 )
 
-CELLS = (*_role_cells(), *_vllm_cells(), *_game_cells(), *OTHERS)
+CELLS = (*_role_cells(), *_vllm_cells(), *_standing_cells(), *_game_cells(), *OTHERS)
 
 
 def cells_of(test: str) -> list[Cell]:

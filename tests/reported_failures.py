@@ -43,6 +43,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "connection refused after an update; generation left paused (slime 699, 2168; areal 1160)": (
         "test_recovery.py::test_a_push_whose_receiver_is_killed_begins_again_with_its_successor",
         "test_recovery.py::test_without_staging_a_push_that_breaks_half_way_is_done_again_and_vllm_goes_on",
+        "test_faults_vllm.py::test_while_vllm_stands",
     ),
     "the trainer waits for a batch and says nothing (Trinity-RFT 182)": (
         "test_health.py::test_the_table_shows_a_wait",

@@ -1,7 +1,10 @@
-"""The fault matrix's heavy half: a whole real run. vLLM's three processes are broken while they work and while they rest."""
+"""The fault matrix's heavy half: a whole real run. vLLM's three processes are broken while they work and while they rest; every
+process is killed while vLLM stands in a push."""
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +22,7 @@ FLAGS = """
 --train-packing padded --batch-size 8 --grad-accum-steps 1 --max-policy-lag 1 --learning-rate 1e-5
 --sync-every-optimizer-steps 2 --max-steps 1000000 --max-restarts 1000 --hang-timeout-s 15 --sync-timeout-s 120
 """
+BEGINS = "inference/0 to answer 'begin'"
 PLACE = {"inference front": 0, "inference core": 1, "inference worker": 2}
 
 
@@ -76,6 +80,51 @@ def test_vllm(shared: Callable[..., LiveRun], cell: Cell) -> None:
     run.wait_for(lambda: run.board.get("policy_version") > version, "the next push", 120)
     if cell.event == "stopped":
         assert "--hang-timeout-s" in run.output.read_text()
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.case) for cell in cells_of("test_while_vllm_stands")])
+def test_while_vllm_stands(shared: Callable[..., LiveRun], cell: Cell) -> None:
+    run = shared("--sync-staging", "off")
+    name = "inference/0" if cell.who in PLACE else f"{cell.who}/0"
+    run.wait_for(lambda: run.runs(name) and run.runs("inference/0") and len(run.vllm_pids()) == 3, "everything to run", 180)
+    run.wait_training(1)
+    before, version = run.row(name), run.board.get("policy_version")
+    with standing_vllm(run):
+        os.kill(run.vllm_pids()[PLACE[cell.who]] if cell.who in PLACE else before.pid, signal.SIGKILL)
+        time.sleep(1.0)  # so that the death meets a vLLM that stands
+    run.wait_for(lambda: run.row(name).num_restarts > before.num_restarts, "a restart", 90)
+    run.wait_for(lambda: run.runs(name), f"{name} to run again", 180)
+    run.wait_training(4, 180)
+    run.wait_for(lambda: run.board.get("policy_version") > version + 1, "the push after that one", 120)
+
+
+@contextlib.contextmanager
+def standing_vllm(run: LiveRun) -> Iterator[None]:
+    """In the block vLLM is paused: rank 0 is stopped (shorter than --hang-timeout-s) just when its push has begun."""
+    trainer = run.row("trainer/0").pid
+    try:
+        for _ in range(20):
+            run.wait_for(lambda: run.row("trainer/0").waits_for == BEGINS, "a push to begin", 120, every_s=0.0005)
+            os.kill(trainer, signal.SIGSTOP)
+            if a_turn_stays_open(run, within_s=4.0):
+                break
+            os.kill(trainer, signal.SIGCONT)  # nobody had anything to ask
+        else:
+            pytest.fail(f"vLLM was never seen to stand:\n{run.words()}")
+        yield
+    finally:
+        os.kill(trainer, signal.SIGCONT)
+
+
+def a_turn_stays_open(run: LiveRun, within_s: float) -> bool:
+    """A turn takes some ten milliseconds where vLLM generates."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        rows = [run.row(f"rollout/{index}") for index in range(2)]
+        if any(row.waits_for.startswith("inference/") and row.waits_s > 1.5 for row in rows):
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def has_open_turns(run: LiveRun) -> bool:
