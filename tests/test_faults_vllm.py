@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from games_fixture import games_dir  # noqa: F401
 
+from accerl_mp.transport.health import is_alive
 from tests.fault_matrix import EVENTS, REST, Cell, cells_of
 from tests.live_run import ROOT, LiveRun
 
@@ -102,18 +103,26 @@ def test_while_vllm_stands(shared: Callable[..., LiveRun], cell: Cell) -> None:
 def standing_vllm(run: LiveRun) -> Iterator[None]:
     """In the block vLLM is paused: rank 0 is stopped (shorter than --hang-timeout-s) just when its push has begun."""
     trainer = run.row("trainer/0").pid
-    try:
-        for _ in range(20):
-            run.wait_for(lambda: run.row("trainer/0").waits_for == BEGINS, "a push to begin", 120, every_s=0.0005)
-            os.kill(trainer, signal.SIGSTOP)
+    for _ in range(20):
+        run.wait_for(lambda: run.row("trainer/0").waits_for == BEGINS, "a push to begin", 120, every_s=0.0005)
+        with stopped(run, trainer):
             if a_turn_stays_open(run, within_s=4.0):
-                break
-            os.kill(trainer, signal.SIGCONT)  # nobody had anything to ask
-        else:
-            pytest.fail(f"vLLM was never seen to stand:\n{run.words()}")
+                yield
+                return
+        # Nobody had anything to ask. It still shows the same wait and an old heartbeat until it has had a turn: stopped again before
+        # that, it would stand still for longer than --hang-timeout-s and be ended, rightly.
+        run.wait_for(lambda: run.row("trainer/0").waits_for != BEGINS and run.row("trainer/0").beat_age_s < 2, "that push to go on", 60)
+    pytest.fail(f"vLLM was never seen to stand:\n{run.words()}")
+
+
+@contextlib.contextmanager
+def stopped(run: LiveRun, pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
         yield
     finally:
-        os.kill(trainer, signal.SIGCONT)
+        assert is_alive(pid), f"it was ended while it was stopped:\n{run.words()}"
+        os.kill(pid, signal.SIGCONT)
 
 
 def a_turn_stays_open(run: LiveRun, within_s: float) -> bool:
