@@ -130,7 +130,8 @@ class Supervisor:
         if left := sweep(self._paths):
             _log.info("removed what an earlier run of this folder left: %s", ", ".join(map(str, left)))
         self._paths.sockets.mkdir(mode=0o700)
-        (self._paths.run_dir / FAILURE_FILE).unlink(missing_ok=True)
+        with without_disk("a failure may go without its name"):
+            PeerLost.clear(self._paths.run_dir / FAILURE_FILE)
         self._board = Board.create(self._paths.board)
         self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
         self._health = Health("supervisor/0", table=self._table, board=self._board)

@@ -5,6 +5,7 @@ run_process("rollout", main)            # python -m accerl_mp.rollout --run-dir 
 """
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import logging
@@ -88,8 +89,9 @@ def exit_now(code: int) -> NoReturn:
     Python 3.11 unwinds a thread that asks for the GIL while the interpreter ends. Out of gloo's C++ that is a call of terminate()
     (seen once in some hundred runs: SIGABRT just after a rank's last collective).
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk, which is no failure of the rank
+            stream.flush()
     os._exit(code)
 
 
