@@ -24,7 +24,7 @@ from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import Role, build_roles, table_names
 from accerl_mp.launcher.status_line import StatusLine
 from accerl_mp.launcher.sweep import lock, note_foreign, sweep
-from accerl_mp.launcher.watchdog import Stall, Watchdog, blame, dump_and_kill
+from accerl_mp.launcher.watchdog import Stall, Watchdog, dump_and_kill
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import EXIT_GAME_HUNG, PeerLost
@@ -194,7 +194,7 @@ class Supervisor:
         """Processes that live but stand still: a role's is killed, to be started again; a rank's ends the run."""
         stalls = self._watchdog.look(time.monotonic())
         if ranks := [stall for stall in stalls if stall.name.startswith("trainer/")]:
-            guilty = blame(ranks)
+            guilty = self._watchdog.blame(ranks)
             dump_and_kill(self._table, guilty, [row.name for row in self._table.snapshot()], _TURN_S)
             return End("failed", self._lost(guilty.name, None, str(guilty)))
         for stall in stalls:
