@@ -130,6 +130,7 @@ class Supervisor:
         if left := sweep(self._paths):
             _log.info("removed what an earlier run of this folder left: %s", ", ".join(map(str, left)))
         self._paths.sockets.mkdir(mode=0o700)
+        self._paths.ended.unlink(missing_ok=True)
         with without_disk("a failure may go without its name"):
             PeerLost.clear(self._paths.run_dir / FAILURE_FILE)
         self._board = Board.create(self._paths.board)
@@ -283,8 +284,10 @@ class Supervisor:
         for role in self._roles:
             self._stop(role, timeout_s=min(role.stop_timeout_s, _FAST_STOP_S) if fast else role.stop_timeout_s)
         self._kill_orphans()
-        if end.reason in ("finished", "stopped"):
-            self._wait_for_ranks()
+        if end.reason in ("finished", "stopped") and self._wait_for_ranks():
+            with without_disk("if torchrun was sent a signal, the run counts as broken off"):
+                self._paths.ended.touch()
+        if not fast:
             self._board.set("stop", 1)  # what a person has started got no signal
         sweep(self._paths)
         _log.info("%s; all processes ended within %.1f s", end.reason, time.monotonic() - start)
@@ -338,16 +341,17 @@ class Supervisor:
             time.sleep(0.05)
         children.reap()
 
-    def _wait_for_ranks(self) -> None:
-        """Ranks have left, or their parent has: the table must stay until then, since they wait with it."""
+    def _wait_for_ranks(self) -> bool:
+        """Ranks have left, or their parent has: the table must stay until then, since they wait with it. Whether all left in order."""
         deadline = time.monotonic() + _RANKS_LEAVE_S
         while os.getppid() == self._parent_pid and time.monotonic() < deadline:
             ranks = [row for row in self._table.snapshot() if row.name.startswith("trainer/")]
             if all(row.state in ("none", "ended", "failed") or not is_alive(row.pid) for row in ranks):
-                return
+                return all(row.state in ("none", "ended") for row in ranks)
             self._health.beat()
             self._sleep()
         _log.warning("trainer ranks did not leave within %.0f s", _RANKS_LEAVE_S)
+        return False
 
     def _sleep(self) -> None:
         """Until a signal comes (a child died, SIGTERM), at most one turn."""

@@ -59,9 +59,12 @@ class Launcher:
         while True:
             before = announced_in(self._paths.resume)
             code = self._wait(_start_torchrun(self._paths, self._words))
-            if code == 0 or self._is_asked_to_end:
+            if code == 0:
                 return code
             wait_until_over(self._paths)
+            if self._is_asked_to_end:
+                # A signal to all processes at once reaches torchrun too, which then ends with an error whatever its ranks have done.
+                return 0 if self._paths.ended.exists() else code
             lost = PeerLost.load(self._paths.run_dir / FAILURE_FILE)
             # The first push of a start teaches nothing: a round was trained once a second one has begun.
             has_trained = announced_in(self._paths.resume) > before + 1
