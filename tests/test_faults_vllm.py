@@ -4,15 +4,20 @@ process is killed while vLLM stands in a push."""
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from engine_fixture import RequestClient
 from games_fixture import games_dir  # noqa: F401
 
-from accerl_mp.transport.health import is_alive
+from accerl_mp import recovery
+from tests import held_push
 from tests.fault_matrix import EVENTS, REST, Cell, cells_of
+from tests.held_push import HELD, HOLD
 from tests.live_run import ROOT, LiveRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -23,7 +28,8 @@ FLAGS = """
 --train-packing padded --batch-size 8 --grad-accum-steps 1 --max-policy-lag 1 --learning-rate 1e-5
 --sync-every-optimizer-steps 2 --max-steps 1000000 --max-restarts 1000 --hang-timeout-s 15 --sync-timeout-s 120
 """
-BEGINS = "inference/0 to answer 'begin'"
+STANDING_FLAGS = "--sync-staging off --rollout-batch-size 1 --grpo-group-size 4 --train-packing varlen --train-token-budget 8192".split()
+"""The trainer waits for samples, so somebody is in the middle of an episode whenever a push begins."""
 PLACE = {"inference front": 0, "inference core": 1, "inference worker": 2}
 
 
@@ -38,11 +44,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory, games_dir: Path) -> Iterato
     runs: list[tuple[tuple[str, ...], LiveRun]] = []
     model = ["--model-path", str(ROOT / "accerl_mp/presets/demo_model"), "--tw-game-dir", str(games_dir)]
 
-    def live(*more: str) -> LiveRun:
+    def live(*more: str, python: Path = Path(sys.executable)) -> LiveRun:
         if not runs or runs[-1][0] != more or runs[-1][1].process.poll() is not None:
             for _, run in runs[-1:]:
                 finish(run)
-            runs.append((more, LiveRun(tmp_path_factory.mktemp("faults") / "a run", [*FLAGS.split(), *model, *more])))
+            folder = tmp_path_factory.mktemp("faults") / "a run"
+            runs.append((more, LiveRun(folder, [*FLAGS.split(), *model, *more], python=python)))
             runs[-1][1].attach()
             runs[-1][1].wait_training(1, 300)
         return runs[-1][1]
@@ -85,14 +92,14 @@ def test_vllm(shared: Callable[..., LiveRun], cell: Cell) -> None:
 
 @pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.case) for cell in cells_of("test_while_vllm_stands")])
 def test_while_vllm_stands(shared: Callable[..., LiveRun], cell: Cell) -> None:
-    run = shared("--sync-staging", "off")
+    run = shared(*STANDING_FLAGS, python=held_push.PYTHON)
     name = "inference/0" if cell.who in PLACE else f"{cell.who}/0"
     run.wait_for(lambda: run.runs(name) and run.runs("inference/0") and len(run.vllm_pids()) == 3, "everything to run", 180)
     run.wait_training(1)
     before, version = run.row(name), run.board.get("policy_version")
     with standing_vllm(run):
         os.kill(run.vllm_pids()[PLACE[cell.who]] if cell.who in PLACE else before.pid, signal.SIGKILL)
-        time.sleep(1.0)  # so that the death meets a vLLM that stands
+        time.sleep(1.0)  # so that the death meets a vLLM that stands, and is seen by some in the middle of it
     run.wait_for(lambda: run.row(name).num_restarts > before.num_restarts, "a restart", 90)
     run.wait_for(lambda: run.runs(name), f"{name} to run again", 180)
     run.wait_training(4, 180)
@@ -101,40 +108,69 @@ def test_while_vllm_stands(shared: Callable[..., LiveRun], cell: Cell) -> None:
 
 @contextlib.contextmanager
 def standing_vllm(run: LiveRun) -> Iterator[None]:
-    """In the block vLLM is paused: rank 0 is stopped (shorter than --hang-timeout-s) just when its push has begun."""
-    trainer = run.row("trainer/0").pid
-    for _ in range(20):
-        run.wait_for(lambda: run.row("trainer/0").waits_for == BEGINS, "a push to begin", 120, every_s=0.0005)
-        with stopped(run, trainer):
-            if a_turn_stays_open(run, within_s=4.0):
-                yield
-                return
-        # Nobody had anything to ask. It still shows the same wait and an old heartbeat until it has had a turn: stopped again before
-        # that, it would stand still for longer than --hang-timeout-s and be ended, rightly.
-        run.wait_for(lambda: run.row("trainer/0").waits_for != BEGINS and run.row("trainer/0").beat_age_s < 2, "that push to go on", 60)
-    pytest.fail(f"vLLM was never seen to stand:\n{run.words()}")
-
-
-@contextlib.contextmanager
-def stopped(run: LiveRun, pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
+    """In the block vLLM is paused, with turns open, and has the first of a push's tensors."""
+    hold = run.paths.run_dir / HOLD
     try:
+        for _ in range(20):
+            hold.touch()
+            run.wait_for(lambda: run.row("trainer/0").waits_for == HELD, "a push to be held", 120)
+            until = time.monotonic() + 5.0
+            while not has_open_turns(run) and time.monotonic() < until:
+                time.sleep(0.05)
+            if has_open_turns(run):
+                break
+            hold.unlink()  # nobody has anything to ask
+            run.wait_for(lambda: run.row("trainer/0").waits_for != HELD, "that push to go on", 60)
+        assert answers_nothing(run, for_s=3.0), run.words()
+        assert has_open_turns(run), run.words()
         yield
     finally:
-        assert is_alive(pid), f"it was ended while it was stopped:\n{run.words()}"
-        os.kill(pid, signal.SIGCONT)
+        hold.unlink(missing_ok=True)
 
 
-def a_turn_stays_open(run: LiveRun, within_s: float) -> bool:
-    """A turn takes some ten milliseconds where vLLM generates."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        rows = [run.row(f"rollout/{index}") for index in range(2)]
-        if any(row.waits_for.startswith("inference/") and row.waits_s > 1.5 for row in rows):
-            return True
-        time.sleep(0.05)
-    return False
+def test_a_trainer_that_is_stopped_for_a_while_in_a_push_goes_on(shared: Callable[..., LiveRun]) -> None:
+    """Longer than a late heartbeat is noted (5 s), shorter than --hang-timeout-s: nobody is started again, and the push is the same."""
+    run = shared(*STANDING_FLAGS, python=held_push.PYTHON)
+    run.wait_for(lambda: run.runs("inference/0") and len(run.vllm_pids()) == 3, "everything to run", 180)
+    run.wait_training(1)
+    rank, rows = run.row("trainer/0"), run.table.snapshot()
+    with standing_vllm(run):
+        os.kill(rank.pid, signal.SIGSTOP)
+        time.sleep(8.0)
+        os.kill(rank.pid, signal.SIGCONT)
+    version = run.board.get("policy_version")
+    run.wait_for(lambda: run.board.get("policy_version") > version + 1, "the push after that one", 120)
+    assert [(row.name, row.pid) for row in run.table.snapshot()] == [(row.name, row.pid) for row in rows]
+    assert "trainer/0 has had no heartbeat for" in run.log("supervisor")
+    assert "begins again" not in run.log("trainer")
+
+
+def answers_nothing(run: LiveRun, for_s: float) -> bool:
+    """Where vLLM generates, one token takes some ten milliseconds."""
+    client = RequestClient(run, name="rollout/99")
+    try:
+        client.send([5, 6, 7], max_tokens=1)
+        return client.receive(for_s) is None
+    finally:
+        client.close()
 
 
 def has_open_turns(run: LiveRun) -> bool:
     return any(run.row(f"rollout/{index}").waits_for.startswith("inference/") for index in range(2))
+
+
+def test_a_signal_to_every_process_at_once_saves_the_state_and_exits_with_zero(shared: Callable[..., LiveRun]) -> None:
+    """As a cluster does it that takes its machines back."""
+    run = shared()
+    run.wait_for(lambda: run.runs("inference/0"), "vLLM to run", 180)
+    run.wait_training(1)
+    step, processes = run.step, run.processes()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    assert run.process.wait(60) == 0, run.words()
+    assert run.left() == []
+    state, damaged = recovery.newest_whole(run.paths.resume)
+    assert damaged == []
+    assert state is not None
+    assert state.step >= step
