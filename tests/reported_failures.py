@@ -18,6 +18,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "ranks sit in a collective while rank 0 waits, until NCCL's watchdog kills them (prime-rl 2337)": (
         "test_trainer_loop.py::test_a_starving_rank_makes_both_wait_in_a_named_place_until_its_deadline",
         "test_waits.py::test_the_libraries_limits_are_longer_than_ours",
+        "test_resume_runs.py::test_a_rank_that_never_reaches_the_others_collective_is_named",
     ),
     "trainer and rollouts wait for each other's version after a long evaluation (prime-rl 1667)": (
         "test_ingest.py::test_an_evaluation_is_played_while_training_goes_on",

@@ -28,8 +28,7 @@ FLAGS = """
 --train-packing padded --batch-size 8 --grad-accum-steps 1 --max-policy-lag 1 --learning-rate 1e-5
 --sync-every-optimizer-steps 2 --max-steps 1000000 --max-restarts 1000 --hang-timeout-s 15 --sync-timeout-s 120
 """
-STANDING_FLAGS = "--sync-staging off --rollout-batch-size 1 --grpo-group-size 4 --train-packing varlen --train-token-budget 8192".split()
-"""The trainer waits for samples, so somebody is in the middle of an episode whenever a push begins."""
+STANDING_FLAGS = "--sync-staging off --hang-timeout-s 60".split()
 PLACE = {"inference front": 0, "inference core": 1, "inference worker": 2}
 
 
@@ -109,23 +108,33 @@ def test_while_vllm_stands(shared: Callable[..., LiveRun], cell: Cell) -> None:
 @contextlib.contextmanager
 def standing_vllm(run: LiveRun) -> Iterator[None]:
     """In the block vLLM is paused, with turns open, and has the first of a push's tensors."""
-    hold = run.paths.run_dir / HOLD
+    hold, version = run.paths.run_dir / HOLD, run.board.get("policy_version")
+    run.wait_for(lambda: run.runs("rollout/0") and run.runs("rollout/1"), "both rollouts to run")
+    run.wait_for(lambda: run.board.get("policy_version") > version, "a push, after which there is work again", 120, every_s=0.001)
+    rollouts = [run.row(f"rollout/{index}").pid for index in range(2)]
     try:
-        for _ in range(20):
+        with stopped(rollouts):  # else they would have played all that they may before the next push begins
             hold.touch()
-            run.wait_for(lambda: run.row("trainer/0").waits_for == HELD, "a push to be held", 120)
-            until = time.monotonic() + 5.0
-            while not has_open_turns(run) and time.monotonic() < until:
-                time.sleep(0.05)
-            if has_open_turns(run):
-                break
-            hold.unlink()  # nobody has anything to ask
-            run.wait_for(lambda: run.row("trainer/0").waits_for != HELD, "that push to go on", 60)
+            run.wait_for(lambda: run.row("trainer/0").waits_for == HELD, "a push to be held", 50)
+        run.wait_for(lambda: has_open_turns(run), "a turn to be open", 30)
         assert answers_nothing(run, for_s=3.0), run.words()
         assert has_open_turns(run), run.words()
         yield
     finally:
         hold.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """For less than --hang-timeout-s."""
+    assert all(pids), "0 would be the test's own group"
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_a_trainer_that_is_stopped_for_a_while_in_a_push_goes_on(shared: Callable[..., LiveRun]) -> None:
@@ -134,10 +143,8 @@ def test_a_trainer_that_is_stopped_for_a_while_in_a_push_goes_on(shared: Callabl
     run.wait_for(lambda: run.runs("inference/0") and len(run.vllm_pids()) == 3, "everything to run", 180)
     run.wait_training(1)
     rank, rows = run.row("trainer/0"), run.table.snapshot()
-    with standing_vllm(run):
-        os.kill(rank.pid, signal.SIGSTOP)
+    with standing_vllm(run), stopped([rank.pid]):
         time.sleep(8.0)
-        os.kill(rank.pid, signal.SIGCONT)
     version = run.board.get("policy_version")
     run.wait_for(lambda: run.board.get("policy_version") > version + 1, "the push after that one", 120)
     assert [(row.name, row.pid) for row in run.table.snapshot()] == [(row.name, row.pid) for row in rows]
