@@ -174,7 +174,8 @@ def _make_run_folder(paths: RunPaths, config: Config, words: list[str], start: S
         raise ConfigError([f"--log-dir {paths.run_dir}: a run is using this folder; name another one"])
     with held:
         sweep(paths)
-        paths.stop.unlink(missing_ok=True)
+        for note in (paths.stop, paths.ended):
+            note.unlink(missing_ok=True)
         (paths.run_dir / "logs").mkdir(exist_ok=True)
         with (paths.run_dir / "command.txt").open("a") as file:
             file.write(shlex.join(["bash", "launch.sh", *words]) + "\n")
