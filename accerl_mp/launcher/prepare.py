@@ -74,7 +74,8 @@ def _prepare(words: list[str]) -> Config:
     log_dir = run_folder_of(typed.run.resume) or f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"
     config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=log_dir))
     paths = RunPaths(Path(config.metrics.log_dir or ""))
-    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config) + _env(config)
+    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes(), typed=typed)
+    problems += _log_level(config) + _env(config)
     plan = None if problems else _memory_plan(config)
     problems += plan.problems() if plan else []
     with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:

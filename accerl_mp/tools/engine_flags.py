@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from accerl_mp import checks
+from accerl_mp.bounds import out_of_bounds
 from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
 from accerl_mp.games import find_games, without_json
 from accerl_mp.model_folder import cpu_context, engine_problems, read_facts
@@ -74,7 +75,7 @@ def flag_problems(args: argparse.Namespace) -> list[str]:
     for name, field in _BOUNDS.items():
         values = getattr(args, name, None)
         for value in values if isinstance(values, list) else [values]:
-            found += checks.out_of_bounds(field, value, f"--{name.replace('_', '-')}")
+            found += out_of_bounds(field, value, f"--{name.replace('_', '-')}")
     if args.max_model_len is not None and args.max_model_len < 2:
         found.append(f"--max-model-len must be at least 2, got {args.max_model_len}")
     if args.history_steps is not None and args.history_steps < 0:

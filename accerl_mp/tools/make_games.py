@@ -28,7 +28,8 @@ from textworld.generator.chaining import QuestGenerationError
 from textworld.generator.game import Game, GameOptions
 from textworld.generator.inform7.world2inform7 import CouldNotCompileGameError
 
-from accerl_mp.checks import cannot_be_made, not_a_pattern, out_of_bounds
+from accerl_mp.bounds import out_of_bounds
+from accerl_mp.checks import cannot_be_made, not_a_pattern
 from accerl_mp.config import ConfigError
 from accerl_mp.tools import challenges
 from accerl_mp.tools.game_files import hash_lines, make_room, overlaps, read_facts, read_manifest

@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from accerl_mp.checks import cannot_be_made, out_of_bounds
+from accerl_mp.bounds import out_of_bounds
+from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import Config, ConfigError
 from accerl_mp.model_folder import folder_problems
 from accerl_mp.models.build import select_trainable
