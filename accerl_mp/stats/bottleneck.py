@@ -79,9 +79,9 @@ def _sample_bound(now: Situation, waited: str) -> str:
     held_back = now.rollout_work if now.has_lag_limit or now.ring_fill >= IS_FULL else 0.0
     most = max(now.rollout_own, now.rollout_reply, held_back)
     if most == 0:  # a short round: rollouts report every few seconds
-        return f"rollout-bound: {waited}, rollouts have not said for what; raise --num-rollout-workers or --infer-size"
+        return f"rollout-bound: {waited}, cause not measured; raise --num-rollout-workers or --infer-size"
     if now.rollout_own == most:
-        return f"env-bound: {waited}, rollouts spent {_percent(most)} in game steps and prompts; raise --num-rollout-workers"
+        return f"env-bound: {waited}, games took {_percent(most)} of rollouts; raise --num-rollout-workers"
     if held_back == most:
         flag = "--max-policy-lag" if now.has_lag_limit else "--replay-capacity"
         return f"admission-bound: {waited}, rollouts waited {_percent(most)} for work; raise {flag}"
