@@ -34,15 +34,6 @@ _BOUNDS = {
 """A tool's number -> the flag of a run whose bounds it has."""
 
 
-class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False, argparse.SUPPRESS) else f"{action.help} [%(default)s]"
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        """`--model-path PATH`: the flag's whole name twice makes columns too narrow to read."""
-        return action.dest.rsplit("_", 1)[-1].upper()
-
-
 def add_engine_flags(parser: argparse.ArgumentParser, *, num_seqs: int) -> None:
     """The reference's, and `--placement`."""
     group = parser.add_argument_group("vLLM")

