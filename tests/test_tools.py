@@ -343,15 +343,29 @@ def test_a_tool_ends_with_ctrl_c_and_leaves_no_process_when_it_is_killed(tool: s
     assert wait_until_gone(running.pid) == []
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    """Files of at most 256 KiB: no game fits."""
-    command = shlex.join([sys.executable, "-m", "accerl_mp.tools.make_games", "--out", str(tmp_path), "--num-train", "2"])
-    done = subprocess.run(["bash", "-c", f"ulimit -f 256; exec {command}"], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "make_games: a game could not be compiled (is the disk full?)" in done.stderr.splitlines()[-1]
-    assert "the same command begins anew" in done.stderr
+@pytest.mark.parametrize(
+    ("tool", "words", "room_kib", "code", "said"),
+    [
+        ("make_games", "--num-train 2", 256, 1, "make_games: a game could not be compiled (is the disk full?)"),
+        ("walks", "--games {games}/manifest.json", 1, 1, "File too large; nothing was written"),
+        ("make_model", "--shrink {model}", 64, 2, "File too large"),
+        ("sft", "--model-path {model} --device cpu --max-steps 1 --train-mode full", 64, 1, "sft: step 1 is not saved"),
+    ],
+)
+def test_a_full_disk_is_named(tool: str, words: str, room_kib: int, code: int, said: str, game_dir: Path, tmp_path: Path) -> None:
+    """Files of at most `room_kib`: what is made has no room, and no half of it stays."""
+    words = words.format(games=game_dir, model=DEMO_MODEL)
+    command = shlex.join([sys.executable, "-m", f"accerl_mp.tools.{tool}", "--out", str(tmp_path / "made"), *words.split()])
+    shell = ["bash", "-c", f"ulimit -f {room_kib}; exec {command}"]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "manifest.json").exists()
+    if tool == "make_games":
+        assert "the same command begins anew" in done.stderr
+        assert not (tmp_path / "made/manifest.json").exists()
+    else:
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_kind_that_runs_out_of_different_games_says_how_many_there_are() -> None:
@@ -371,6 +385,7 @@ def test_shrunk_models_keep_their_architecture_and_tokenizer(kind: str, model_di
     assert small.vocab_size == AutoConfig.from_pretrained(source).vocab_size
     assert sum(path.stat().st_size for path in out.glob("*.safetensors")) < 120 << 20
     assert (out / "tokenizer.json").is_file()
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "the weights can be read by whoever can read the rest"
 
 
 def test_what_gguf_needs_is_named_with_the_line_that_installs_it(

@@ -14,12 +14,16 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import random
+import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -135,13 +139,29 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make(args: argparse.Namespace) -> int:
-    """Returns the number of parameters. MissingError, ValueError, OSError: why it cannot be made."""
+def make(args: argparse.Namespace, out: Path) -> int:
+    """Write it to `out`; returns the number of parameters. MissingError, ValueError, OSError, SafetensorError: why it cannot be made."""
     if args.tiny:
-        return make_tiny(args.walks, args.out, seed=args.seed, vocab_size=args.vocab_size, num_layers=args.num_layers)
+        return make_tiny(args.walks, out, seed=args.seed, vocab_size=args.vocab_size, num_layers=args.num_layers)
     if args.shrink:
-        return shrink(args.shrink, args.out, seed=args.seed, trust_remote_code=args.trust_remote_code)
-    return convert(args.from_gguf or gguf_of_package(args.from_package), args.out, dtype=args.save_dtype)
+        return shrink(args.shrink, out, seed=args.seed, trust_remote_code=args.trust_remote_code)
+    return convert(args.from_gguf or gguf_of_package(args.from_package), out, dtype=args.save_dtype)
+
+
+@contextlib.contextmanager
+def removing(folder: Path) -> Iterator[None]:
+    """What is half made when the block ends."""
+    folder.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def share(folder: Path) -> None:
+    """Weights are for whoever may read the config; safetensors makes them their owner's alone."""
+    for file in folder.glob("*.safetensors"):
+        file.chmod(stat.S_IMODE((folder / "config.json").stat().st_mode))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -149,20 +169,25 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.tiny and not args.walks:
         parser.error("--tiny needs --walks: its tokenizer learns from them")
-    if (args.out / "config.json").exists():
-        parser.error(f"--out {args.out} already holds a model: name another folder")
+    if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+        parser.error(f"--out {args.out} is there already: name another folder")
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     # The bar of Transformers' GGUF reader knows neither its own switch nor whether there is a terminal.
     bars = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        with bars:
-            num_parameters = make(args)
-    except (MissingError, ValueError, OSError) as error:
+        temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}.new")
+        with bars, removing(temporary):
+            num_parameters = make(args, temporary)
+            share(temporary)
+            temporary.rename(args.out)
+    except (MissingError, ValueError, OSError, SafetensorError) as error:
         print(f"make_model: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("make_model: stopped; nothing was written", file=sys.stderr)
+        return 130
     print(f"{args.out}: {num_parameters:,} parameters", file=sys.stderr)
     return 0
 

@@ -248,9 +248,10 @@ class Reporter:
 
 
 def save(model: nn.Module, args: argparse.Namespace, folder: Path, step: int) -> None:
-    """Write a model folder with bfloat16 weights. Collective with --use-fsdp."""
-    config = Config.from_flat({"model_path": str(args.model_path)})
-    export(model, folder, config, dtype=torch.bfloat16, rank=args.fsdp_rank or 0, state={"step": step})
+    """Write a model folder with bfloat16 weights. Collective with --use-fsdp. OSError on rank 0: it could not, and has said why."""
+    config, rank = Config.from_flat({"model_path": str(args.model_path)}), args.fsdp_rank or 0
+    if export(model, folder, config, dtype=torch.bfloat16, rank=rank, state={"step": step}) is None and rank == 0:
+        raise OSError(f"step {step} is not saved")
 
 
 def run(args: argparse.Namespace) -> None:
