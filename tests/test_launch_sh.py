@@ -126,6 +126,20 @@ def test_versions_prints_the_stack() -> None:
     assert {"python", "torch", "transformers", "textworld", "pyzmq"} <= {line.split()[0] for line in done.stdout.splitlines()}
 
 
+def test_a_full_disk_is_said_before_anything_starts(tmp_path: Path) -> None:
+    """Files of at most 1 KiB: the tokenizer has no room."""
+    (tmp_path / "games").mkdir()
+    for name in ("a.z8", "a.json"):
+        (tmp_path / "games" / name).touch()
+    flags = ["--model-path", ROOT / "accerl_mp/presets/demo_model", "--tw-game-dir", tmp_path / "games", "--log-dir", tmp_path / "run"]
+    prepare = [sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", tmp_path / "answer", "--", *flags, "--placement", "cpu"]
+    words = ["bash", "-c", f"ulimit -f 1; exec {shlex.join(map(str, prepare))}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("launch.sh: nothing was started: [Errno 27] File too large")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.fixture
 def stub(tmp_path: Path) -> Path:
     folder = tmp_path / "stub dir"

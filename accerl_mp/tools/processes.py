@@ -9,15 +9,23 @@ from accerl_mp.transport.process import die_with_parent
 
 
 class _Process(SpawnProcess):
-    """Never sees Ctrl+C, not even while its interpreter starts: it inherits that the signal is blocked."""
+    """Never sees Ctrl+C, not even while its interpreter starts: it inherits that the signal is blocked.
+
+    Nor is its parent interrupted before it has told it all: another thread may take the signal, so it is put off by a handler.
+    """
 
     def start(self) -> None:
+        pressed: list[int] = []
         resource_tracker.ensure_running()  # starting it would unblock the signal
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        handler = signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
         try:
             super().start()
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.signal(signal.SIGINT, handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if pressed:
+            raise KeyboardInterrupt
 
 
 class _Context(SpawnContext):
