@@ -4,13 +4,12 @@ Takes a resolved Config. Looks at files and numbers only; what needs the model i
 """
 
 import os
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 from accerl_mp.bounds import bad_numbers, without
-from accerl_mp.cli import option_of
+from accerl_mp.cli import option_of, without_those_of
 from accerl_mp.config import TEXTWORLD, Config, largest_group
 from accerl_mp.games import find_games, list_games, without_json
 from accerl_mp.model_folder import engine_problems, folder_problems, read_facts
@@ -33,9 +32,8 @@ def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None, t
     """
     bad = bad_numbers(config, typed)
     found = _problems(without(bad, config, typed, num_gpus=num_gpus) if bad else config, num_gpus, shm_free_bytes)
-    names = [rf"{option_of(name)}(?![\w-])" for name in bad]  # what else is wrong with those depends on the number to come
-    found = [problem for problem in found if not any(re.search(name, problem) for name in names)]
-    return [sentence for sentences in bad.values() for sentence in sentences] + found
+    problems = [sentence for sentences in bad.values() for sentence in sentences]
+    return problems + without_those_of(problems, found)
 
 
 def _problems(config: Config, num_gpus: int, shm_free_bytes: int | None) -> list[str]:

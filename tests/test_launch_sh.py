@@ -126,6 +126,14 @@ def test_versions_prints_the_stack() -> None:
     assert {"python", "torch", "transformers", "textworld", "pyzmq"} <= {line.split()[0] for line in done.stdout.splitlines()}
 
 
+def test_words_that_are_no_flags_hide_no_flag_that_cannot_work(tmp_path: Path) -> None:
+    words = "--modelpath m --batch-size abc --dtype fp8 --clip-eps 0 --tw-game-dir nothing --placement cpu"
+    done = launch(*words.split(), cwd=tmp_path, ACCERL_PYTHON=sys.executable)
+    assert done.returncode == 2
+    said = [line.removeprefix("- ").split()[0].strip(":") for line in done.stderr.splitlines()[1:]]
+    assert said == ["--batch-size", "--dtype", "--modelpath", "--clip-eps", "--tw-game-dir"], done.stderr
+
+
 def test_a_full_disk_is_said_before_anything_starts(tmp_path: Path) -> None:
     """Files of at most 1 KiB: the tokenizer has no room."""
     (tmp_path / "games").mkdir()

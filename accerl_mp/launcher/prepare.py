@@ -56,8 +56,9 @@ def _split(argv: list[str]) -> tuple[Path, list[str]]:
 
 
 def _plays_demo_games(words: list[str]) -> bool:
-    """Whether the flags, which parse, name the demo's own games."""
-    return Path(cli.parse(words, environ=os.environ).games.tw_game_dir or ".").resolve() == (_DEMO_GAMES / "train").resolve()
+    """Whether the flags name the demo's own games, and nothing is wrong with them."""
+    typed, problems = cli.read(words, environ=os.environ)
+    return not problems and Path(typed.games.tw_game_dir or ".").resolve() == (_DEMO_GAMES / "train").resolve()
 
 
 def _make_demo_games() -> None:
@@ -71,7 +72,7 @@ def _make_demo_games() -> None:
 
 def _prepare(words: list[str]) -> Config:
     """All problems at once (ConfigError), then the run folder."""
-    typed = cli.parse(words, environ=os.environ)
+    typed, unread = cli.read(words, environ=os.environ)
     gpus = visible_gpus()
     log_dir = run_folder_of(typed.run.resume) or f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"
     config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=log_dir))
@@ -85,7 +86,7 @@ def _prepare(words: list[str]) -> Config:
         if not any(CONFIG_UNREADABLE in problem for problem in problems):  # else the model would say the same again
             problems += _model_problems(config)
         start, of_resume, warnings = plan_start(config)
-        if problems := problems + of_resume:
+        if problems := unread + cli.without_those_of(unread, problems + of_resume):
             raise ConfigError(problems)
         for warning in checks.warnings(config, typed) + warnings + (plan.warnings() if plan else []):
             print(f"launch.sh: warning: {warning}", file=sys.stderr)

@@ -353,7 +353,7 @@ def _make(args: argparse.Namespace, terminal: Terminal) -> int:
     make_room(args.out, wanted)
     write_games(args.out, recipes, wanted, args.processes)
     counts = Counter(recipe.split for recipe in recipes)
-    terminal.say(f"{args.out}: {', '.join(f'{count} {split}' for split, count in counts.items())} games, all different")
+    terminal.say(f"{args.out}: {', '.join(f'{count} {split}' for split, count in counts.items())} games; all differ")
     return 0
 
 

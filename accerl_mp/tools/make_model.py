@@ -29,6 +29,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
+from accerl_mp.bounds import out_of_bounds
+from accerl_mp.checks import cannot_be_made
+from accerl_mp.config import ConfigError
 from accerl_mp.rollout.prompt import SYSTEM, invalid_notice, turn_message
 from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.gguf_model import PACKAGES, MissingError, convert, gguf_of_package
@@ -38,6 +41,7 @@ from accerl_mp.tools.walks import Walk, load_walks
 
 END, PAD = "<|end|>", "<|pad|>"
 ROLES = ("system", "user", "assistant")
+SMALLEST_VOCABULARY = 256 + 2 + len(ROLES)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -139,6 +143,26 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def problems_of(args: argparse.Namespace) -> list[str]:
+    """Every flag that cannot work."""
+    found = [*cannot_be_made("--out", args.out), *out_of_bounds("seed", args.seed, "--seed")]
+    if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+        found.append(f"--out {args.out} is there already: name another folder")
+    if args.tiny and not args.walks:
+        found.append("--tiny needs --walks: its tokenizer learns from them")
+    if args.vocab_size < SMALLEST_VOCABULARY:
+        found.append(
+            f"--vocab-size must be at least {SMALLEST_VOCABULARY}, got {args.vocab_size}: every byte and what the chat template needs"
+        )
+    if args.num_layers < 1:
+        found.append(f"--num-layers must be at least 1, got {args.num_layers}")
+    if args.shrink and not (args.shrink / "config.json").is_file():
+        found.append(f"--shrink {args.shrink}: no config.json in it")
+    if args.from_gguf and not args.from_gguf.is_file():
+        found.append(f"--from-gguf {args.from_gguf}: no such file")
+    return found
+
+
 def make(args: argparse.Namespace, out: Path) -> int:
     """Write it to `out`; returns the number of parameters. MissingError, ValueError, OSError, SafetensorError: why it cannot be made."""
     if args.tiny:
@@ -165,12 +189,10 @@ def share(folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    if args.tiny and not args.walks:
-        parser.error("--tiny needs --walks: its tokenizer learns from them")
-    if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
-        parser.error(f"--out {args.out} is there already: name another folder")
+    args = build_parser().parse_args(argv)
+    if problems := problems_of(args):
+        print(f"make_model: this cannot be done:\n{ConfigError(problems)}", file=sys.stderr)
+        return 2
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()

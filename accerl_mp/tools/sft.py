@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from accerl_mp.bounds import out_of_bounds
 from accerl_mp.checks import cannot_be_made
@@ -261,6 +262,9 @@ def run(args: argparse.Namespace) -> None:
         on_gpu = args.device.startswith("cuda")
         ranks = Ranks.join(rank=args.fsdp_rank, size=args.fsdp_world_size, on_gpu=on_gpu, health=Health.detached(f"sft/{args.fsdp_rank}"))
         args.device = str(ranks.device)
+    logging.set_verbosity_error()
+    if args.fsdp_rank or not sys.stderr.isatty():
+        logging.disable_progress_bar()
     torch.manual_seed(args.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
     examples = build_examples(args)
