@@ -373,6 +373,8 @@ def test_the_commands_of_the_summary_can_be_typed_where_launch_sh_was(tmp_path: 
     assert go_on == f"bash launch.sh --seed 1 --log-dir '{run}' --resume auto"
     (run / "command.txt").write_text(f"bash launch.sh --seed 1\n{go_on}\n")
     assert lines(called_from=ROOT, now_in=ROOT)[2] == go_on, "not longer each time"
+    (run / "command.txt").write_text("bash launch.sh --log-dir=a --seed 1 --resume auto --log-dir 'a run' --resume=elsewhere\n")
+    assert lines(called_from=ROOT, now_in=ROOT)[2] == go_on, "nor with two folders where the person named it"
     report, _, go_on = lines(called_from=tmp_path, now_in=tmp_path)
     assert report.startswith(f"PYTHONPATH={shlex.quote(str(ROOT))} ")
     assert go_on.startswith(f"bash {shlex.quote(f'{ROOT}/launch.sh')} --seed 1 ")
