@@ -17,8 +17,8 @@ from pathlib import Path
 from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import TEXTWORLD, Config, ConfigError
 from accerl_mp.tools import scores
+from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.engine_flags import (
-    HelpWithDefaults,
     add_engine_flags,
     collecting,
     engine_config,
@@ -47,12 +47,7 @@ class Column:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage="python -m accerl_mp.tools.evaluate RUN_OR_MODEL [RUN_OR_MODEL ...] [FLAGS ...]",
-        description=__doc__,
-        formatter_class=HelpWithDefaults,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("evaluate", "RUN_OR_MODEL [RUN_OR_MODEL ...] [FLAGS ...]", __doc__)
     parser.add_argument("policies", type=Path, nargs="+", metavar="RUN_OR_MODEL", help="run folder (its newest export), export or model")
     parser.add_argument("--all-exports", action="store_true", help="every export of a run folder, not only the newest")
     games = parser.add_argument_group("what is played")

@@ -17,8 +17,8 @@ from pathlib import Path
 from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import TEXTWORLD, Config, ConfigError
 from accerl_mp.tools import scores
+from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.engine_flags import (
-    HelpWithDefaults,
     add_engine_flags,
     collecting,
     engine_config,
@@ -33,12 +33,7 @@ from accerl_mp.tools.terminal import Terminal, ToolFailed, plain, quiet
 
 def build_parser() -> argparse.ArgumentParser:
     """The reference's flags first, then ours."""
-    parser = argparse.ArgumentParser(
-        usage="python -m accerl_mp.tools.play --model-path MODEL_OR_RUN --game-dir GAMES [FLAGS ...]",
-        description=__doc__,
-        formatter_class=HelpWithDefaults,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("play", "--model-path MODEL_OR_RUN --game-dir GAMES [FLAGS ...]", __doc__)
     _add_what(parser.add_argument_group("what is played"))
     _add_replies(parser.add_argument_group("replies"))
     add_engine_flags(parser, num_seqs=16)

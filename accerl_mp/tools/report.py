@@ -26,6 +26,7 @@ from accerl_mp.cli import option_of
 from accerl_mp.config import Config, ConfigError
 from accerl_mp.stats.bottleneck import sentence
 from accerl_mp.tools import report_charts
+from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.report_charts import CHARTS, Chart, Drawn, Series, shown
 from accerl_mp.tools.report_episodes import as_data, fitting
 from accerl_mp.tools.run_folder import NoRunError, Row, RunFolder, find_run
@@ -257,13 +258,16 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m accerl_mp.tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def build_parser() -> argparse.ArgumentParser:
+    parser = tool_parser("report", "[RUN] [FLAGS ...]", __doc__)
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder, or a folder of runs: the newest")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: RUN/report.html)")
-    parser.add_argument("--episodes", type=int, default=40, metavar="N", help="most transcripts in the page (default: 40)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write [RUN/report.html]")
+    parser.add_argument("--episodes", type=int, default=40, metavar="N", help="most transcripts in the page")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
     args = parser.parse_args(argv)
     if args.episodes < 0:
         parser.error(f"--episodes {args.episodes}: must be 0 or more")

@@ -277,4 +277,5 @@ def _cells(process: ProcessView) -> list[Text]:
         what, since_s = Text("works", style="dim"), process.tick_age_s
     is_long = since_s >= LONG_WAIT_S and process.state == "running" and process.role not in ("stats", "supervisor")
     since = Text(duration(since_s) if what.plain and since_s >= 1 else "", style="yellow" if is_long else "")
-    return [Text(process.state, style=STATE_STYLES.get(process.state, "")), what, since, restarts]
+    state = "-" if process.state == "none" else process.state  # it has not begun
+    return [Text(state, style=STATE_STYLES.get(process.state, "")), what, since, restarts]
