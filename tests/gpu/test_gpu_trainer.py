@@ -164,7 +164,7 @@ def test_own_copies_train_as_fsdp2_does(compile_choice: str, tmp_path: Path, mon
     monkeypatch.setattr(fsdp, "is_held_whole", lambda *_: False)
     expected = _trained_on_one_gpu(config)
     assert torch.equal(own["before"], expected["before"])
-    assert own["losses"][0] == expected["losses"][0]
+    assert own["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-5)
     assert own["norms"] == pytest.approx(expected["norms"], rel=1e-2)
     assert (own["after"] - expected["after"]).abs().mean() < 0.02
 
