@@ -59,7 +59,7 @@ WHOLE = "whole weights and gradients of a step"
     [
         (1, "float32", 28, 0.0),  # computes with the masters, autograd adds to their gradients
         (2, "bfloat16", 28, 6.0),
-        (1, "bfloat16", 150, 6.0),  # 2.5 B parameters: no room for gradients that wait, FSDP2's units
+        (1, "bfloat16", 200, 6.0),  # 3.3 B parameters: no room for gradients that wait, FSDP2's units
         (1, "bfloat16", 400, 2 * 6.0 / 400),  # a layer at a time
     ],
 )
