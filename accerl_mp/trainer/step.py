@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from accerl_mp.algorithms.losses import StepTotals, normalised_advantages, token_losses, token_weights, weighted_loss
 from accerl_mp.config import Config
-from accerl_mp.models.fsdp import reshard, set_last_micro_batch
+from accerl_mp.models.fsdp import collect_gradients, note_update, reshard, set_last_micro_batch
 from accerl_mp.samples import UNTRAINED, RLSample
 from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
 from accerl_mp.trainer.forward import micro_batch_forward
@@ -193,6 +193,7 @@ class Stepper:
         if balance is not None:  # a mean over the step's micro-batches, by their trained tokens
             loss = loss + config.router_aux_loss_coef * balance * len(logprobs) / max(totals.num_tokens, 1.0)
         loss.backward()
+        collect_gradients(self._model)
         with torch.no_grad():
             ratio, k3 = losses.d.exp(), losses.k3.detach()
             is_clipped = ((ratio - 1).abs() > config.clip_eps).float()
@@ -221,6 +222,7 @@ class Stepper:
             if 0 < limit < grad_norm:
                 torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
             self.optimizer.step()
+            note_update(self._model)
         self.optimizer.zero_grad(set_to_none=True)
         return grad_norm, is_bad
 
@@ -233,6 +235,7 @@ class Stepper:
         self.optimizer.found_inf = 1.0 - (loss_share.isfinite() & squares.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.grad_scale = ((squares.sqrt() + 1e-6) / limit).clamp(min=1.0) if limit > 0 else None  # type: ignore[attr-defined]
         self.optimizer.step()
+        note_update(self._model)
         del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
 
     def _note_bad(self, is_bad: bool, loss: float, grad_norm: float) -> None:
