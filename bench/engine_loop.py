@@ -5,7 +5,7 @@ turn by turn like those of the games (the first prompt of a group's episodes is 
 and a message), and each asks for the next reply when it has had the last, `--think-ms` later. The engine is the product's, with a run's
 settings; `--set NAME=VALUE` changes one of vLLM's own arguments.
 
-    python bench/engine_loop.py --model MODEL --at-a-time 128 256 --reply-tokens 5 --trace
+    python bench/engine_loop.py --model MODEL --cases trained:128 stock:128 trained:256 --trace
 """
 
 import argparse
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,12 +33,32 @@ from bench.models import model_folder
 _TRACE_S = 1.0
 
 
-class Episodes:
-    """Prompts of so many episodes at a time; a new group of them begins when the one before is done."""
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Of episodes: tokens of the first message, of each other one and of a reply (the latter exactly), turns, ms between two turns."""
 
-    def __init__(self, args: argparse.Namespace, vocab_size: int) -> None:
-        self._args, self._rng, self._high = args, random.Random(args.seed), vocab_size - 1
-        self._system = self._tokens(args.system_tokens)
+    first: int = 250
+    message: int
+    reply: int
+    turns: int
+    think_ms: float
+
+
+SHAPES = {
+    "trained": Shape(message=110, reply=5, turns=4, think_ms=15.0),
+    "stock": Shape(message=200, reply=12, turns=17, think_ms=3.0),
+}
+"""SmolLM2-135M in easy TextWorld games: after some steps of sft, and as it is (its replies name no command, so no game goes on)."""
+_SYSTEM_TOKENS, _GROUP = 100, 8
+"""What every prompt begins with; episodes with the same first prompt."""
+
+
+class Episodes:
+    """Prompts; after so many episodes another game begins."""
+
+    def __init__(self, shape: Shape, vocab_size: int) -> None:
+        self._shape, self._rng, self._high = shape, random.Random(0), vocab_size - 1
+        self._system = self._tokens(_SYSTEM_TOKENS)
         self._first: list[int] = []
         self._num_begun = 0
 
@@ -46,23 +67,23 @@ class Episodes:
 
     def begin(self) -> list[int]:
         """The first prompt of the next episode."""
-        if self._num_begun % self._args.group == 0:
-            self._first = self._system + self._tokens(self._args.first_tokens)
+        if self._num_begun % _GROUP == 0:
+            self._first = self._system + self._tokens(self._shape.first)
         self._num_begun += 1
         return list(self._first)
 
     def message(self) -> list[int]:
-        return self._tokens(self._rng.randint(self._args.turn_tokens // 2, 3 * self._args.turn_tokens // 2))
+        return self._tokens(self._rng.randint(self._shape.message // 2, 3 * self._shape.message // 2))
 
     def num_turns(self) -> int:
-        return self._rng.randint(max(1, self._args.turns // 2), max(1, 3 * self._args.turns // 2))
+        return self._rng.randint(max(1, self._shape.turns // 2), max(1, 3 * self._shape.turns // 2))
 
 
 class Load:
-    """Keeps `--at-a-time` episodes going and counts."""
+    """Keeps episodes going and counts."""
 
-    def __init__(self, engine: Any, args: argparse.Namespace, episodes: Episodes) -> None:
-        self._engine, self._args, self._episodes = engine, args, episodes
+    def __init__(self, engine: Any, shape: Shape) -> None:
+        self._engine, self._shape, self._episodes = engine, shape, Episodes(shape, engine._vocab_size)
         self.num_requests = self.num_tokens = self.num_cached = self.num_prompt = 0
         self.latencies: list[float] = []
 
@@ -72,14 +93,14 @@ class Load:
         while True:
             prompt = self._episodes.begin()
             for _ in range(self._episodes.num_turns()):
-                if len(prompt) + self._args.reply_tokens >= self._engine.max_model_len:
+                if len(prompt) + self._shape.reply >= self._engine.max_model_len:
                     break
                 prompt += await self._reply(prompt) + self._episodes.message()
-                await asyncio.sleep(self._args.think_ms / 1000)
+                await asyncio.sleep(self._shape.think_ms / 1000)
 
     async def _reply(self, prompt: list[int]) -> list[int]:
         started = time.monotonic()
-        made = await self._engine.generate("r", prompt, max_tokens=self._args.reply_tokens, temperature=1.0, salt="s")
+        made = await self._engine.generate("r", prompt, max_tokens=self._shape.reply, temperature=1.0, salt="s")
         self.latencies.append(time.monotonic() - started)
         self.num_requests += 1
         self.num_tokens += len(made.ids)
@@ -88,18 +109,19 @@ class Load:
         return made.ids
 
 
-async def measure(result: Result, engine: Any, args: argparse.Namespace, number: int, when: str) -> None:
-    """`number` episodes at a time: what a stretch of `--seconds` shows."""
-    load = Load(engine, args, Episodes(args, engine._vocab_size))
-    tasks = [asyncio.ensure_future(load.play_for_ever()) for _ in range(number)]
-    labels = {"at_a_time": number} | ({"when": when} if when else {})
+async def measure(result: Result, engine: Any, args: argparse.Namespace, case: str, when: str) -> None:
+    """What stretches of `--seconds` show."""
+    shape, _, number = case.partition(":")
+    load = Load(engine, SHAPES[shape])
+    tasks = [asyncio.ensure_future(load.play_for_ever()) for _ in range(int(number))]
+    labels = {"episodes": shape, "at_a_time": int(number)} | ({"when": when} if when else {})
     try:
         await asyncio.sleep(args.warm_s)
         for _ in range(args.repeats):
             await _stretch(result, engine, load, args, labels)
-        if args.profiler:
-            await _watch(args)
-        if args.trace:
+        if args.profiler and case in args.watched:
+            await _watch(args, case)
+        if args.trace and case in args.watched:
             await _trace(result, engine, labels)
     finally:
         for task in tasks:
@@ -132,9 +154,9 @@ async def _stretch(result: Result, engine: Any, load: Load, args: argparse.Names
     print(f"at {labels}: {requests / seconds:,.0f} requests/s, {made['num_tokens'] / seconds:,.0f} tokens/s", file=sys.stderr, flush=True)
 
 
-async def _watch(args: argparse.Namespace) -> None:
+async def _watch(args: argparse.Namespace, case: str) -> None:
     """`--profiler`, a command that watches a process, beside the load."""
-    words = args.profiler.format(pid=_core().pid, seconds=max(1, int(args.seconds) - 1)).split()
+    words = args.profiler.format(pid=_core().pid, seconds=max(1, int(args.seconds) - 1), case=case.replace(":", "-")).split()
     process = await asyncio.create_subprocess_exec(*words, stdin=subprocess.DEVNULL)
     await asyncio.wait_for(process.wait(), args.seconds + 30)
 
@@ -183,8 +205,8 @@ async def measure_all(result: Result, engine: Any, args: argparse.Namespace) -> 
         print(f"waits for {gate}" if gate else "begins", file=sys.stderr, flush=True)
         while gate is not None and not gate.exists():
             await asyncio.sleep(0.02)
-        for number in args.at_a_time:
-            await measure(result, engine, args, number, gate.name if gate else "")
+        for case in args.cases:
+            await measure(result, engine, args, case, gate.name if gate else "")
         if gate is not None:
             gate.with_name(f"{gate.name}-{os.getpid()}-done").touch()
 
@@ -198,8 +220,8 @@ def settings(args: argparse.Namespace, model: Path, folder: str) -> Any:
     num_gpus = torch.cuda.device_count()
     values = {
         "model_path": str(model), "tw_game_dir": folder, "tw_history_token_window": args.window, "max_length": args.window,
-        "fsdp_world_size": 1, "vllm_max_num_seqs": max(args.at_a_time), "vllm_max_num_batched_tokens": args.step_tokens,
-        "infer_max_tokens": args.reply_tokens, "kv_cache_gib": args.kv_cache_gib if num_gpus else None,
+        "fsdp_world_size": 1, "vllm_max_num_seqs": max(int(case.partition(":")[2]) for case in args.cases),
+        "vllm_max_num_batched_tokens": args.step_tokens, "kv_cache_gib": args.kv_cache_gib if num_gpus else None,
         "placement": "colocated" if num_gpus else "cpu",
     }  # fmt: skip
     return resolve(Config.from_flat(values), num_gpus=num_gpus, log_dir=folder)
@@ -222,30 +244,26 @@ def start(args: argparse.Namespace, model: Path, folder: str) -> Any:
 def main() -> None:
     parser = make_parser(__doc__, repeats=2)
     parser.add_argument("--model", default="demo", help="demo, 4m, 25m, 0.75b, or a model folder (default demo)")
-    parser.add_argument("--at-a-time", type=int, nargs="+", default=[128], help="episodes; one stretch after the other")
-    parser.add_argument("--turns", type=int, default=4, help="of an episode, in the mean")
-    parser.add_argument("--group", type=int, default=8, help="episodes with the same first prompt")
-    parser.add_argument("--system-tokens", type=int, default=100, help="that every prompt begins with")
-    parser.add_argument("--first-tokens", type=int, default=250, help="of a game's first message")
-    parser.add_argument("--turn-tokens", type=int, default=110, help="of every other message, in the mean")
-    parser.add_argument("--reply-tokens", type=int, default=5)
-    parser.add_argument("--think-ms", type=float, default=15.0, help="between a reply and the next request")
+    parser.add_argument(
+        "--cases", nargs="+", default=["trained:128"], metavar="EPISODES:N", help=f"one after the other: {', '.join(SHAPES)}"
+    )
+    parser.add_argument("--watched", nargs="*", metavar="EPISODES:N", help="cases for --trace and --profiler (default: the first)")
     parser.add_argument("--window", type=int, default=4096, help="longest prompt and reply")
     parser.add_argument("--step-tokens", type=int, default=8192, help="most tokens of one vLLM step")
     parser.add_argument("--kv-cache-gib", type=float, default=12.0, help="on a GPU")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each stretch")
     parser.add_argument("--warm-s", type=float, default=4.0, help="before the first")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trace", action="store_true", help="after the stretches: kernels of a second, by torch's profiler")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="arguments of vLLM")
     parser.add_argument("--keep-env", nargs="*", default=[], metavar="NAME", help="variables that the run's own table must not set")
-    parser.add_argument("--profiler", default="", help="a command run beside each stretch; {pid} and {seconds} in it")
+    parser.add_argument("--profiler", default="", help="a command run beside each stretch; {pid}, {seconds} and {case} in it")
     parser.add_argument(
         "--when", type=Path, nargs="+", default=[], help="start the engine at once, and measure when each of these files is there"
     )
     args = parse(parser)
     if args.quick:
-        args.repeats, args.seconds, args.warm_s, args.at_a_time = 1, 3.0, 2.0, [16]
+        args.repeats, args.seconds, args.warm_s, args.cases = 1, 3.0, 2.0, ["trained:16"]
+    args.watched = args.watched or args.cases[:1]
     result = Result("engine_loop", args)
     from accerl_mp.transport.loop import run_loop
 
