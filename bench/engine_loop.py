@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,6 +32,7 @@ from bench.common import Result, make_parser, parse
 from bench.models import model_folder
 
 _TRACE_S = 1.0
+_CHECKED = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,8 @@ class Load:
         self._engine, self._shape, self._episodes = engine, shape, Episodes(shape, engine._vocab_size)
         self.num_requests = self.num_tokens = self.num_cached = self.num_prompt = 0
         self.latencies: list[float] = []
+        self.made: deque[tuple[list[int], list[float]]] = deque(maxlen=_CHECKED)
+        """(prompt and reply, the reply's logprobs), the latest."""
 
     async def play_for_ever(self) -> None:
         """One place of the batch."""
@@ -106,6 +110,7 @@ class Load:
         self.num_tokens += len(made.ids)
         self.num_prompt += len(prompt)
         self.num_cached += made.num_cached_tokens
+        self.made.append(([*prompt, *made.ids], made.logprobs))
         return made.ids
 
 
@@ -127,6 +132,16 @@ async def measure(result: Result, engine: Any, args: argparse.Namespace, case: s
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+    await _check(result, engine, load, labels)
+
+
+async def _check(result: Result, engine: Any, load: Load, labels: dict[str, Any]) -> None:
+    """Is what comes out under load what each request gets alone?"""
+    differences: list[float] = []
+    for ids, logprobs in load.made:
+        alone = await engine.forced_logprobs("check", ids)
+        differences += [abs(one - other) for one, other in zip(logprobs, alone[-len(logprobs) :], strict=True)]
+    result.add("|logprob under load - alone|", differences, "nats", "lower", **labels)
 
 
 async def _stretch(result: Result, engine: Any, load: Load, args: argparse.Namespace, labels: dict[str, Any]) -> None:
@@ -238,7 +253,7 @@ def start(args: argparse.Namespace, model: Path, folder: str) -> Any:
     changed = {name: json.loads(value) for name, _, value in (word.partition("=") for word in args.set)}
     changed["worker_extension_cls"] = "bench.loop_worker.LoopWatcher"
     engine.engine_arguments = lambda config, replica: arguments(config, replica) | changed
-    return engine.Engine.start(config, [])
+    return engine.Engine.start(config, [], load_format="auto")
 
 
 def main() -> None:
