@@ -216,7 +216,7 @@ def _threads(core: psutil.Process) -> dict[str, float]:
 
 
 async def measure_all(result: Result, engine: Any, args: argparse.Namespace) -> None:
-    for gate in args.when or [None]:
+    for gate in [Path(file) for file in args.when] or [None]:
         print(f"waits for {gate}" if gate else "begins", file=sys.stderr, flush=True)
         while gate is not None and not gate.exists():
             await asyncio.sleep(0.02)

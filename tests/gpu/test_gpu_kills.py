@@ -26,7 +26,7 @@ FLAGS = f"""
 --sync-bucket-mb 1 --sync-timeout-s 60 --verify-sync 4 --resume-every-rounds 2 --max-trainer-restarts 1
 --enforce-eager --compile off
 """
-"""Each engine starts twice: without compiling and CUDA graphs, which have nothing to do with a push over a killed process, in half the time."""
+"""Each engine starts twice: in half the time without compiling and CUDA graphs, of which a push over a killed process knows nothing."""
 KILLED_AFTER = 3
 
 
