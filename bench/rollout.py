@@ -34,6 +34,7 @@ SALTS = {
     "a salt a request (no reuse)": lambda episode, number: f"request {number}",
 }
 _run_number = itertools.count()
+_GROUP = 8
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,29 @@ def env_steps_per_cpu_second(path: str, num_steps: int, *, wrapped: bool) -> flo
     return num_steps / (time.process_time() - started)
 
 
+def episode_cpu_ms(paths: list[str], num_episodes: int, *, pooled: bool) -> float:
+    """Groups of eight episodes side by side, of one game after the other, each of up to three random admissible commands."""
+    from accerl_mp.rollout.env import EnvPool, TextWorldEnv
+
+    rng, games, pool = random.Random(0), itertools.cycle(paths), EnvPool(_GROUP)
+    started, num_played = time.process_time(), 0
+    while num_played < num_episodes:
+        path = next(games)
+        envs = [pool.acquire(path) if pooled else TextWorldEnv(path) for _ in range(_GROUP)]
+        for env in envs:
+            seen = env.reset(1)
+            for _ in range(3):
+                seen = seen if seen.done else env.step(rng.choice(seen.commands))
+        for env in envs:
+            if pooled:
+                pool.release(env)
+            else:
+                env.close()
+        num_played += _GROUP
+    pool.close()
+    return 1e3 * (time.process_time() - started) / num_played
+
+
 def measure_env(result: Result, repeats: int, num_steps: int) -> None:
     from bench.generation import make_games
 
@@ -130,6 +154,15 @@ def measure_env(result: Result, repeats: int, num_steps: int) -> None:
     for name, values in steps.items():
         result.add("env steps", values, "steps/s and core", "higher", side=name)
     result.ratio("env steps ours / TextWorld's own", *steps.values())
+    sides = {"pool that switches games": True, "opened and closed each time": False}
+    games = [str(path) for path in sorted(make_games().glob("*.z8"))]
+    costs = alternate(
+        {name: lambda pooled=pooled: episode_cpu_ms(games, num_steps // 8, pooled=pooled) for name, pooled in sides.items()},
+        repeats=repeats,
+    )
+    for name, values in costs.items():
+        result.add("CPU of an episode's env, the game's start and three steps", values, "ms", "lower", side=name)
+    result.ratio("CPU of an episode's env, pool / opened each time", *costs.values())
 
 
 async def measure_requests(result: Result, run: Any, alone: VllmAlone, args: Any) -> None:

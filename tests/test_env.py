@@ -1,11 +1,12 @@
 """Real TextWorld games through the Env protocol, and the pool that reuses them."""
 
+import resource
 from pathlib import Path
 
 import pytest
 from games_fixture import games_dir  # noqa: F401
 
-from accerl_mp.rollout.env import EnvError, EnvPool, TextWorldEnv, game_name
+from accerl_mp.rollout.env import EnvError, EnvPool, Observation, TextWorldEnv, game_name
 from accerl_mp.rollout.prompt import SYSTEM, invalid_message, turn_message
 
 pytestmark = pytest.mark.filterwarnings("ignore::Warning:jericho")
@@ -119,6 +120,105 @@ def test_the_pool_closes_the_one_that_was_used_longest_ago(games_dir: Path) -> N
     assert pool.acquire(paths[1]) is not envs[1]
     assert third.reset(0).commands
     pool.close()
+
+
+def play(env: TextWorldEnv, seed: int) -> list[Observation]:
+    """What it shows, by the first command that is not the last one's."""
+    seen = [env.reset(seed)]
+    while len(seen) < 6 and not seen[-1].done:
+        seen.append(env.step(seen[-1].commands[len(seen) % len(seen[-1].commands)]))
+    return seen
+
+
+def test_a_switched_environment_shows_what_a_new_one_does(games_dir: Path) -> None:  # noqa: F811
+    paths = [str(games_dir / f"room-{index}.z8") for index in range(3)]
+    fresh = {}
+    for path in paths:
+        env = TextWorldEnv(path)
+        fresh[path] = play(env, 5)
+        env.close()
+    assert len({seen[0].text for seen in fresh.values()}) == 3, "games that look alike would show nothing"
+    env = TextWorldEnv(paths[0])
+    for path in [*paths, *reversed(paths), paths[0], paths[0]]:
+        env.switch(path)
+        assert env.path == path
+        assert play(env, 5) == fresh[path]
+    env.close()
+
+
+def test_two_environments_of_one_game_know_nothing_of_each_other(games_dir: Path) -> None:  # noqa: F811
+    path = games_dir / "room-2.z8"
+    alone = TextWorldEnv(path)
+    expected = play(alone, 3)
+    one, other = TextWorldEnv(path), TextWorldEnv(path)
+    one.reset(3)
+    other.reset(3)
+    one.step("take bread")
+    one.step("eat bread")  # lost: the other's game goes on
+    assert play(other, 3) == expected
+    for env in (alone, one, other):
+        env.close()
+
+
+def test_a_game_whose_files_were_replaced_is_read_again(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    path = tmp_path / "game.z8"
+
+    def put(name: str) -> None:
+        for ending in (".z8", ".json"):
+            path.with_suffix(ending).write_bytes((games_dir / name).with_suffix(ending).read_bytes())
+
+    put("room-0.z8")
+    env = TextWorldEnv(path)
+    before = env.reset(1)
+    put("room-1.z8")
+    env.switch(path)
+    after = env.reset(1)
+    assert (before.text, before.objective) != (after.text, after.objective)
+    env.close()
+
+
+def test_switching_between_games_takes_no_memory(games_dir: Path) -> None:  # noqa: F811
+    env = TextWorldEnv(games_dir / "room-0.z8")
+
+    def switch(times: int) -> int:
+        for number in range(times):
+            env.switch(games_dir / f"room-{number % 3}.z8")
+            env.reset(number)
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = switch(60)
+    grown_mib = (switch(240) - before) / 2**20
+    env.close()
+    assert grown_mib < 24, "a start beside the old game's memory loses 0.4 MiB, here 96"
+
+
+def test_the_pool_switches_an_idle_environment_to_another_game(games_dir: Path) -> None:  # noqa: F811
+    pool = EnvPool(2)
+    first = pool.acquire(str(games_dir / "room-0.z8"))
+    pool.release(first)
+    other = str(games_dir / "room-1.z8")
+    assert pool.acquire(other) is first
+    assert (first.path, len(pool)) == (other, 1)
+    pool.release(first)
+    with pytest.raises(EnvError, match="none"):
+        pool.acquire(str(games_dir / "none.z8"))
+    assert len(pool) == 0, "one that could not switch is closed"
+
+
+def test_an_environment_that_cannot_switch_is_opened_for_each_game() -> None:
+    class Fixed:
+        def __init__(self, path: str) -> None:
+            self.path, self.closed = path, False
+
+        def close(self) -> None:
+            self.closed = True
+
+    pool = EnvPool(1, Fixed)  # type: ignore[arg-type]
+    first = pool.acquire("a")
+    pool.release(first)
+    second = pool.acquire("b")
+    assert second is not first
+    assert (first.closed, second.closed, second.path) == (True, False, "b")
 
 
 def test_a_failed_environment_is_not_reused(games_dir: Path) -> None:  # noqa: F811

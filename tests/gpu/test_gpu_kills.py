@@ -17,15 +17,17 @@ from tests.live_run import ROOT, LiveRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 
-STEPS = 10
+STEPS = 7
 FLAGS = f"""
 --num-rollout-workers 4 --rollout-batch-size 8 --rl-algorithm grpo --keep-zero-std-groups
 --tw-max-episode-steps 6 --tw-history-token-window 1536 --max-length 1536
 --train-packing varlen --train-token-budget 8192 --train-logprob-mode response_only_lm_head
 --batch-size 16 --grad-accum-steps 1 --sync-every-optimizer-steps 1 --max-policy-lag 2 --max-steps {STEPS}
 --sync-bucket-mb 1 --sync-timeout-s 60 --verify-sync 4 --resume-every-rounds 2 --max-trainer-restarts 1
+--enforce-eager --compile off
 """
-KILLED_AFTER = 4
+"""Each engine starts twice: in half the time without compiling and CUDA graphs, of which a push over a killed process knows nothing."""
+KILLED_AFTER = 3
 
 
 @pytest.fixture
