@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
 import pytest
 import torch
 from engine_fixture import (  # noqa: F401 (fixtures)
@@ -185,3 +187,21 @@ def _collect_tags(receiver: MetricsReceiver) -> dict[str, list[float]]:
             for tag, triple in record["values"].items():
                 tags[tag] = [old + new for old, new in zip(tags.get(tag, [0, 0, 0]), triple, strict=True)]
     return tags
+
+
+@pytest.mark.vllm
+def test_the_engine_leaves_its_core_to_others_while_it_waits(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    """Spinning, it would take all that it can get of a core; a third is far from both."""
+    children = {" ".join(child.cmdline()): child for child in psutil.Process(engine.popen.pid).children(recursive=True)}
+    core, worker = (next(child for name, child in children.items() if part in name) for part in ("EngineCore", "Worker"))
+    shares = []
+    for seed in range(3):
+        number = client.send(_prompt(seed), max_tokens=200)
+        time.sleep(0.05)
+        worker.suspend()
+        start, before = time.monotonic(), sum(core.cpu_times()[:2])
+        time.sleep(0.5)  # after a second without an answer it would sleep anyway
+        shares.append((sum(core.cpu_times()[:2]) - before) / (time.monotonic() - start))
+        worker.resume()
+        assert client.receive()["id"] == number
+    assert max(shares) < 1 / 3, shares
