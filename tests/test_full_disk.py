@@ -142,6 +142,8 @@ def test_a_start_whose_path_is_longer_than_its_room_is_noted_too(tmp_path: Path)
 def test_who_failed_is_known_on_a_full_disk_time_and_again(disk: SmallDisk) -> None:
     """Supervisor: `clear`; a rank dies: `save`; launcher: `load`, `clear`; and so on, without a byte of room."""
     PeerLost.clear(disk.folder / FAILURE_FILE)
+    [room] = disk.folder.iterdir()
+    inode = room.stat().st_ino
     with full(disk) as folder:
         for restart in range(3):
             lost = PeerLost(f"trainer/{restart}", -9, f"{folder}/logs/trainer-{restart}.log", "x" * (544 - 100 * restart))
@@ -149,6 +151,7 @@ def test_who_failed_is_known_on_a_full_disk_time_and_again(disk: SmallDisk) -> N
             assert vars(PeerLost.load(folder / FAILURE_FILE)) == vars(lost), "nothing is left of a longer one before it"
             PeerLost.clear(folder / FAILURE_FILE)
             assert not (folder / FAILURE_FILE).exists()
+            assert room.stat().st_ino == inode, "what is given back for a moment somebody else may take"
 
 
 def test_a_failure_that_cannot_be_noted_says_so(disk: SmallDisk) -> None:

@@ -86,7 +86,8 @@ class Ranks:
         """
         group = dist.group.WORLD
         if group is not None:
-            with suppress(RuntimeError):  # a backend that is about to leave: the number it had
+            # A backend that is about to leave, or one that does not count: the number it had. The heartbeat asks, and must go on.
+            with suppress(RuntimeError, AttributeError):
                 backends = [group._get_backend(kind) for kind in group._device_types]
                 self._num_collectives = sum(backend._get_sequence_number_for_group() for backend in backends)
         return self._num_collectives
