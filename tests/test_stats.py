@@ -324,10 +324,12 @@ def test_the_first_round_starts_with_the_first_weights(tmp_path: Path) -> None:
     collector.take(values("inference/0", values={"Time/inference/start": (50.0, 1, 50.0)}), 50.0)
     for now in (60.0, 62.0):
         collector.start_clock(now)
+    collector.take(values("inference/0", values={"Time/inference/start": (15.0, 1, 15.0)}), 70.0)
     collector.take(round_record(1, 0), 70.0)
     collector.close_due(71.0)
     files.close()
     assert read_status(tmp_path)["training_s"] == 10.0
+    assert lines_of(tmp_path)[0]["Time/inference/start"] == 0.75, "of the 20 s since its report before"
 
 
 def test_curves_over_tokens_and_samples_have_their_own_x_axis(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ class Collector:
         """The first weights are in vLLM: the first round's time starts here. Later calls change nothing."""
         if self._round_started_s is None:
             self._round_started_s = now_s
+            self._sums.begin()
 
     def take(self, record: Record, now_s: float) -> None:
         """One record off the socket."""

@@ -33,7 +33,7 @@ from accerl_mp.tools import challenges
 from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.game_files import hash_lines, make_room, overlaps, read_facts, read_manifest
 from accerl_mp.tools.processes import open_pool
-from accerl_mp.tools.terminal import Terminal
+from accerl_mp.tools.terminal import Terminal, counted
 
 QUEST = "quest"
 KINDS = ("take", "open", "put", "unlock", "insert", "eat", "drop", "close", "lock")
@@ -297,7 +297,7 @@ def check_folders(folders: list[Path], pattern: str, terminal: Terminal) -> int:
         folders = sorted(path for path in folders[0].iterdir() if path.is_dir()) or folders
     counts, pairs = overlaps(folders, pattern)
     for folder, count in counts.items():
-        terminal.say(f"{folder}: {count} games")
+        terminal.say(f"{folder}: {counted(count, 'game')}")
     for one, other in pairs[:20]:
         terminal.say(f"same content: {one} and {other}")
     terminal.say(f"{len(pairs)} pairs of games with the same content")
@@ -353,7 +353,7 @@ def _make(args: argparse.Namespace, terminal: Terminal) -> int:
     make_room(args.out, wanted)
     write_games(args.out, recipes, wanted, args.processes)
     counts = Counter(recipe.split for recipe in recipes)
-    terminal.say(f"{args.out}: {', '.join(f'{count} {split}' for split, count in counts.items())} games; all differ")
+    terminal.say(f"{args.out}: {', '.join(f'{count} {split}' for split, count in counts.items())}; no two games are the same")
     return 0
 
 

@@ -28,7 +28,7 @@ from accerl_mp.tools.engine_flags import (
 )
 from accerl_mp.tools.policies import find_policy
 from accerl_mp.tools.scores import Record
-from accerl_mp.tools.terminal import Terminal, ToolFailed, plain, quiet
+from accerl_mp.tools.terminal import Terminal, ToolFailed, counted, plain, quiet
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -161,7 +161,8 @@ def finish(records: list[Record], terminal: Terminal, out: Path) -> int:
         return 1
     (out / "summary.json").write_text(json.dumps(scores.as_json(played) | {"broken": len(broken)}, indent=1) + "\n")
     terminal.table("95 % intervals in brackets", ["", *scores.HEADER], [["all games", *scores.cells(played)]])
-    terminal.say(f"{len(played)} episodes, {len({record['game'] for record in played})} games: {out / 'episodes.jsonl'}")
+    num_games = len({record["game"] for record in played})
+    terminal.say(f"{counted(len(played), 'episode')}, {counted(num_games, 'game')}: {out / 'episodes.jsonl'}")
     return 1 if broken else 0
 
 

@@ -200,6 +200,17 @@ def _document(run: RunFolder, sections: Mapping[str, str], data: Mapping[str, An
 """
 
 
+def _how_it_ended(run: RunFolder) -> str:
+    """Empty for a run that reached its end."""
+    if run.status().get("has_ended"):
+        return ""
+    if failure := run.failure():
+        return f"The run has failed: {failure.splitlines()[0]}"
+    if run.paths.stop.exists():
+        return "The run was stopped on request; with the same --log-dir, --resume auto goes on."
+    return "The run had not ended when this page was made."
+
+
 def headlines(run: RunFolder) -> str:
     status = run.status()
     throughput, first, last = status.get("throughput", {}), status.get("eval_first", {}), status.get("eval_last", {})
@@ -216,7 +227,7 @@ def headlines(run: RunFolder) -> str:
         "restarts": f"{status.get('restarts', 0):.0f}",
     }
     cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text is not None)
-    state = "" if status.get("has_ended") else '<p class="said">The run had not ended when this page was made.</p>'
+    state = f'<p class="said">{escape(said)}</p>' if (said := _how_it_ended(run)) else ""
     bound = f'<p class="said">Last round: {escape(status["bottleneck"])}</p>' if "bottleneck" in status else ""
     return f'<dl class="facts">{cells}</dl>{state}{bound}'
 

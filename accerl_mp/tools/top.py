@@ -42,6 +42,7 @@ def read_frame(run: RunFolder, *, is_interactive: bool = False) -> Frame:
         flags=run.flags(),
         series={tag: [value for _, value in run.series(tag)] for tag in SHOWN},
         failure="" if live.is_running else run.failure(),
+        is_stopped=run.paths.stop.exists(),
         is_interactive=is_interactive,
     )
 

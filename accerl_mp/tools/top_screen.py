@@ -11,7 +11,7 @@ from rich.text import Text
 
 from accerl_mp.tools.live import Live, ProcessView
 
-WAITS = {"wait", "reply", "work", "ack", "start", "idle", "evaluation"}
+WAITS = {"wait", "reply", "work", "ack", "idle", "evaluation"}
 """Phases of `Time/<role>/<phase>` in which a process does nothing itself."""
 STATE_STYLES = {
     "running": "green",
@@ -36,6 +36,8 @@ class Frame:
     series: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """By tag, oldest first."""
     failure: str = ""
+    is_stopped: bool = False
+    """Somebody has asked it to end."""
     is_interactive: bool = False
 
     @property
@@ -137,6 +139,8 @@ def _run_state(frame: Frame) -> tuple[str, str]:
         return "running", "bold green"
     if frame.failure:
         return "failed", "bold red"
+    if frame.is_stopped:
+        return "stopped", "bold"
     return ("ended", "bold") if frame.status.get("has_ended") else ("not running", "bold yellow")
 
 
