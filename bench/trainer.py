@@ -163,10 +163,14 @@ class Memory:
             ctypes.CDLL(None).malloc_trim(0)
 
     def _now(self) -> int:
-        return torch.cuda.memory_allocated() if self._on_gpu else _proc_status("VmRSS")
+        return self._allocated()["current"] if self._on_gpu else _proc_status("VmRSS")
 
     def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated() if self._on_gpu else _proc_status("VmHWM")
+        return self._allocated()["peak"] if self._on_gpu else _proc_status("VmHWM")
+
+    def _allocated(self) -> dict[str, int]:
+        """In a tenth of the time of `torch.cuda.memory_allocated`: between two steps a GPU goes on with the update, and no clock runs."""
+        return torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
 
 
 def config_of(name: str, work: Work) -> Config:
