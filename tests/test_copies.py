@@ -200,9 +200,11 @@ for dtype in (torch.bfloat16, torch.float16):
             parts = [[torch.randn(shape).to(dtype) for _ in range(count)] for shape in shapes]
             expected = [total.clone() for total in sums]
             gradient_sums.add_up(expected, parts, has_sum=has_sum)
-            assert gradient_sums._is_plain(sums, parts)
-            gradient_sums._launch(sums, parts, has_sum=has_sum)
+            assert gradient_sums.launch(sums, parts, has_sum=has_sum)
             assert all(torch.equal(one, other) for one, other in zip(sums, expected)), (dtype, count, has_sum)
+whole = torch.randn(64, 64)
+for strange in (whole.t(), whole.view(-1)[1:]):
+    assert not gradient_sums.launch([strange], [[torch.zeros(strange.shape, dtype=torch.bfloat16)]], has_sum=True)
 print("equal")
 """
 

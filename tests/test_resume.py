@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed.checkpoint as dcp
-from trainer_cases import config_for, made_samples, run_ranks, sharded_model, single_rank
+from trainer_cases import config_for, gathered, made_samples, run_ranks, sharded_model, single_rank
 
 from accerl_mp import checks, recovery
 from accerl_mp.config import resolve
@@ -152,7 +152,7 @@ def _train(stepper: Stepper, ranks: Ranks, step: int) -> None:
 def _describe(ranks: Ranks, stepper: Stepper, file: Path) -> None:
     """What is there, and what one more step makes of it."""
     digest, entries = weights_digest(stepper._model), list(stepper.optimizer.state.values())
-    moments = [float(sum(entry[key].sum().full_tensor() for entry in entries)) for key in ("exp_avg", "exp_avg_sq")]
+    moments = [float(sum(gathered(entry[key].sum()) for entry in entries)) for key in ("exp_avg", "exp_avg_sq")]
     counts = sorted({float(entry["step"]) for entry in entries})
     _train(stepper, ranks, 3)
     after = {name: tensor.clone() for name, tensor in iter_weights(stepper._model, trainable_only=False, dtype=None)}

@@ -21,7 +21,7 @@ from accerl_mp.trainer.forward import micro_batch_logprobs
 from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.sharded import Reference
-from accerl_mp.trainer.step import BadStepsError, LocalTotals, Stepper, build_optimizer
+from accerl_mp.trainer.step import BadStepsError, LocalTotals, Numbers, Stepper, build_optimizer
 from accerl_mp.trainer.witness import Witness
 
 
@@ -303,6 +303,13 @@ def test_the_entropy_metric_is_the_mean_over_trained_tokens_and_costs_no_forward
     total, count, _ = metrics.close_round()["Train/Entropy"]
     assert total / count == pytest.approx(np.mean(expected), rel=1e-4)
     assert len(forwards) == 2
+
+
+def test_numbers_are_those_of_their_place() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    numbers = Numbers(tensor)
+    tensor.zero_()
+    assert numbers.values() == [1.0, 2.0]
 
 
 def test_a_bad_step_is_skipped_and_too_many_stop_the_run(folder: Path, ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ _NUM_WARPS = 8
 def launch(
     addresses: Tensor, tensor_of: Tensor, block_of: Tensor, counts: Tensor, *, num_parts: int, dtype: torch.dtype, has_sum: bool, block: int
 ) -> None:
-    """`addresses` [N, 1 + num_parts] int64: of each float32 sum, then of its gradients in `dtype`, each a multiple of 16.
+    """`addresses` [N * (1 + num_parts)] int64: of each float32 sum, then of its gradients in `dtype`, each a multiple of 16.
 
     A program for each of [P] blocks: `tensor_of` and `block_of` say which elements it adds. `counts` [N] int64 elements.
     """

@@ -17,9 +17,11 @@ _ALIGNMENT = 16
 
 
 def add_up(sums: list[Tensor], parts: list[list[Tensor]], *, has_sum: bool) -> None:
-    """Add `parts[i]`, equally many for each i, to `sums[i]` (float32), in order. `has_sum` False: `sums` hold nothing yet."""
-    if sums[0].device.type == "cuda" and _is_plain(sums, parts):
-        _launch(sums, parts, has_sum=has_sum)
+    """Add `parts[i]`, equally many for each i and all of one dtype, to `sums[i]` (float32), in order.
+
+    `has_sum` False: `sums` hold nothing yet.
+    """
+    if sums[0].device.type == "cuda" and launch(sums, parts, has_sum=has_sum):
         return
     for total, gradients in zip(sums, parts, strict=True):
         if not has_sum:
@@ -28,30 +30,19 @@ def add_up(sums: list[Tensor], parts: list[list[Tensor]], *, has_sum: bool) -> N
             total.add_(gradient)
 
 
-def _is_plain(sums: list[Tensor], parts: list[list[Tensor]]) -> bool:
-    """Whether each tensor is one aligned piece of memory, in one order of its elements, and all gradients have one dtype."""
-    dtype = parts[0][0].dtype
-    for total, gradients in zip(sums, parts, strict=True):
-        strides = total.stride()
-        if not total.is_contiguous() or total.data_ptr() % _ALIGNMENT:
-            return False
-        if any(part.stride() != strides or part.dtype != dtype or part.data_ptr() % _ALIGNMENT for part in gradients):
-            return False
-    return True
-
-
-def _launch(sums: list[Tensor], parts: list[list[Tensor]], *, has_sum: bool) -> None:
+def launch(sums: list[Tensor], parts: list[list[Tensor]], *, has_sum: bool) -> bool:
+    """The kernel; False, and nothing done, where a tensor is not one piece of memory that is aligned for it."""
+    tensors = [tensor for total, gradients in zip(sums, parts, strict=True) for tensor in (total, *gradients)]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if any(address % _ALIGNMENT for address in addresses) or not all(tensor.is_contiguous() for tensor in tensors):
+        return False
     from accerl_mp.models import gradient_kernel  # Triton is there where there are GPUs
 
     device = sums[0].device
-    rows = [[total.data_ptr(), *(part.data_ptr() for part in gradients)] for total, gradients in zip(sums, parts, strict=True)]
-    addresses = torch.tensor(rows, dtype=torch.int64)
-    if device.type == "cuda":
-        addresses = addresses.pin_memory().to(device, non_blocking=True)
-    tensor_of, block_of, counts = _blocks(tuple(total.numel() for total in sums), device)
-    gradient_kernel.launch(
-        addresses, tensor_of, block_of, counts, num_parts=len(parts[0]), dtype=parts[0][0].dtype, has_sum=has_sum, block=BLOCK
-    )
+    table = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    blocks = _blocks(tuple(total.numel() for total in sums), device)
+    gradient_kernel.launch(table, *blocks, num_parts=len(parts[0]), dtype=parts[0][0].dtype, has_sum=has_sum, block=BLOCK)
+    return True
 
 
 @lru_cache(maxsize=8)

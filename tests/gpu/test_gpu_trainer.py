@@ -18,7 +18,7 @@ from accerl_mp.models.units import iter_weights
 from accerl_mp.trainer.probe import forced_logprobs
 from accerl_mp.trainer.ranks import Ranks, limit_memory
 from accerl_mp.trainer.sharded import build_sharded
-from accerl_mp.trainer.step import LocalTotals, Stepper
+from accerl_mp.trainer.step import LocalTotals, Numbers, Stepper
 from accerl_mp.transport.health import Health
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -147,12 +147,27 @@ def test_the_kernel_adds_what_pytorch_adds(count: int, has_sum: bool, dtype: tor
     sums = [torch.randn(shape, device="cuda") for shape in shapes]
     parts = [[torch.randn(shape, device="cuda").to(dtype) for _ in range(count)] for shape in shapes]
     expected = [total.clone() for total in sums]
-    monkeypatch.setattr(gradient_sums, "_is_plain", lambda *_: False)
+    monkeypatch.setattr(gradient_sums, "launch", lambda *_, **__: False)
     gradient_sums.add_up(expected, parts, has_sum=has_sum)
     monkeypatch.undo()  # from here on the kernel
-    assert gradient_sums._is_plain(sums, parts)
-    gradient_sums.add_up(sums, parts, has_sum=has_sum)
+    assert gradient_sums.launch(sums, parts, has_sum=has_sum)
     assert all(torch.equal(one, other) for one, other in zip(sums, expected, strict=True))
+
+
+def test_numbers_are_those_of_their_place_and_wait_for_nothing_later() -> None:
+    tensor, large = torch.tensor([1.0, 2.0], device="cuda"), torch.randn(8192, 8192, device="cuda")
+    for _ in range(2):  # the first warms up
+        torch.cuda.synchronize()
+        tensor.copy_(torch.tensor([1.0, 2.0]))
+        numbers = Numbers(tensor)
+        for _ in range(20):
+            large @ large
+        tensor.zero_()
+        behind = torch.cuda.Event()
+        behind.record()
+        assert numbers.values() == [1.0, 2.0]
+    assert not behind.query()  # the products, half a second of them, are still running
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("compile_choice", ["off", "on"])
