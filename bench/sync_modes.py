@@ -53,7 +53,7 @@ def measure(args: argparse.Namespace, settings: dict[str, str]) -> dict[str, flo
                 totals[name] = totals.get(name, 0.0) + value
             samples, run.samples = samples + run.samples, []
         costs = {
-            "tokens sampled": totals["num_tokens"] / totals["seconds"],
+            "tokens of played episodes, prompts too": totals["num_tokens"] / totals["seconds"],
             "prompt tokens found in the prefix cache": totals[_HIT_RATE] / totals[f"{_HIT_RATE} count"],
             "standstill of a push": 1e3 * float(np.median(standstills)),
         }
@@ -105,7 +105,7 @@ def _copy(model: Any) -> Any:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-_UNITS = {"tokens sampled": ("1/s", "higher"), "prompt tokens found in the prefix cache": ("share", "higher")}
+_UNITS = {"tokens of played episodes, prompts too": ("1/s", "higher"), "prompt tokens found in the prefix cache": ("share", "higher")}
 _UNITS |= {"standstill of a push": ("ms", "lower"), "episodes hit by a push": ("share", "")}
 
 
