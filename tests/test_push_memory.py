@@ -52,7 +52,7 @@ def test_two_hundred_pushes_lose_double_and_mislabel_no_token_and_leave_nothing_
     """Under load, at random moments.
 
     vLLM's own caches are full before anything is measured: 256 blocks of KV, and of oneDNN's compiled matrix products, one for each
-    number of tokens that a step ever had, a few instead of 1,024 (which grow by 80 MiB in as much time, pushes or not).
+    number of tokens that a step ever had, a few instead of 1,024 (with which the worker grew by 80 MiB in as much time).
     """
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
     model = build_tiny(vocab_size=VOCABULARY)

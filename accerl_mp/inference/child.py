@@ -41,10 +41,11 @@ def _nap_instead_of_spinning() -> None:
     vLLM looks into shared memory without a pause, for up to a second: EngineCore took 97 % of a core while its worker computed a
     step of 65 ms. A GPU's host has cores for that; here they train and carry the weights. Short steps are waited for as before.
     """
-    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
+        from vllm.distributed.device_communicators import shm_broadcast
+
         shm_broadcast.sched_yield = _Patience()
 
 
