@@ -5,7 +5,6 @@ kernel for the end itself. See `__main__.py` for how this module gets there.
 """
 
 import faulthandler
-import os
 import signal
 import time
 
@@ -18,34 +17,28 @@ faulthandler.register(signal.SIGUSR1, all_threads=True)
 _SPIN_S, _NAP_S = 2e-3, 1e-4
 
 
-class _Patience:
-    """Called between two looks for another process: spins for 2 ms, then naps, 0.15 ms each with what the kernel adds."""
-
-    def __init__(self) -> None:
-        self._since = self._last = 0.0
-
-    def __call__(self) -> None:
-        now = time.monotonic()
-        if now - self._last > _SPIN_S:  # nobody has waited meanwhile
-            self._since = now
-        if now - self._since < _SPIN_S:
-            os.sched_yield()
-        else:
-            time.sleep(_NAP_S)
-        self._last = time.monotonic()
-
-
 def _nap_instead_of_spinning() -> None:
-    """On CPU: let EngineCore and worker sleep between two looks for each other.
+    """On CPU: let EngineCore and worker sleep between two looks for each other, 0.15 ms at a time with what the kernel adds.
 
-    vLLM looks into shared memory without a pause, for up to a second: EngineCore took 97 % of a core while its worker computed a
-    step of 65 ms. A GPU's host has cores for that; here they train and carry the weights. Short steps are waited for as before.
+    vLLM looks into shared memory without a pause, for a second after it last found something: EngineCore took 97 % of a core while
+    its worker computed a step of 65 ms. A GPU's host has cores for that; here they train and carry the weights. For 2 ms it still
+    spins, so that the steps of a tiny model take no longer.
     """
-    from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
-        shm_broadcast.sched_yield = _Patience()
+    if not current_platform.is_cpu():
+        return
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    wait = SpinCondition.wait
+
+    def wait_patiently(self: SpinCondition, timeout_ms: int | None = None) -> None:
+        if _SPIN_S < time.monotonic() - self.last_read <= self.busy_loop_s:
+            time.sleep(_NAP_S)
+        else:
+            wait(self, timeout_ms)
+
+    SpinCondition.wait = wait_patiently
 
 
 _nap_instead_of_spinning()
