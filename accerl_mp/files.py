@@ -5,13 +5,17 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader finds the old or the new content; after a power cut too."""
+    """A reader finds the old or the new content; after a power cut too. OSError leaves nothing of the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_over(path: Path, text: str, size_bytes: int) -> None:

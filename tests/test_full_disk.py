@@ -126,6 +126,7 @@ def test_a_start_is_noted_on_a_full_disk_over_the_one_before(disk: SmallDisk) ->
     before, after = recovery.Start("/a/state", 4, 0), recovery.Start("/another folder/of a state with a longer näme", 12345, 1)
     with full(disk) as folder, pytest.raises(OSError, match="No space left"):
         before.save(folder / "resume")
+    assert list((disk.folder / "resume").iterdir()) == [], "nothing of what found no room"
     before.save(disk.folder / "resume")
     with full(disk) as folder:
         after.save(folder / "resume")

@@ -91,10 +91,10 @@ class Watchdog:
         """
         if silent := [stall for stall in stalls if stall.mark == "heartbeat"]:
             return silent[0]
-        rows = {index: row for index in range(self._table.num_rows) if (row := self._table.read(index)).name.startswith("trainer/")}
-        reached = {row.name: self._table.word(index, "reached") for index, row in rows.items() if row.pid}
-        behind = [row for row in rows.values() if reached.get(row.name) == min(reached.values())]
-        if len(behind) == len(reached):
+        ranks = [row for row in self._table.snapshot() if row.name.startswith("trainer/") and row.state in ("starting", "running")]
+        reached = [self._table.word(self._table.row_of(row.name), "reached") for row in ranks]
+        behind = [row for row, number in zip(ranks, reached, strict=True) if number == min(reached)]
+        if len(behind) == len(ranks):
             return next((stall for stall in stalls if not stall.waits_for), stalls[0])
         row = next((row for row in behind if row.name in {stall.name for stall in stalls}), behind[0])
         silent_s = self._silent_s(row, "loop", row.num_ticks)
