@@ -15,7 +15,6 @@ alternate step by step in the same processes; a step's memory is what it needs a
     python bench/trainer.py --model 0.75b --settings base --profile DIR
 """
 
-import ctypes
 import fcntl
 import json
 import os
@@ -46,6 +45,7 @@ from accerl_mp.trainer.step import LocalTotals, Stepper
 from accerl_mp.transport.health import Health
 from bench.common import Result, alternate, make_parser, parse, stopwatch
 from bench.episodes import draw_shapes, make_sample, recorded_names
+from bench.memory import Memory
 from bench.models import model_folder
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
@@ -124,53 +124,6 @@ class Rig:
             self.rest_bytes += grown.rest
         self.num_steps += 1
         return self._ranks.maxima([seconds()])[0], grown.peak
-
-
-@dataclass
-class Grown:
-    """Bytes, beside what was there before."""
-
-    peak: int = 0
-    rest: int = 0
-
-
-class Memory:
-    """Allocated bytes of a GPU; resident bytes of this process on CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-
-    @contextmanager
-    def measured(self) -> Iterator[Grown]:
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self._trim()
-            Path("/proc/self/clear_refs").write_text("5")  # start VmHWM anew
-        before, grown = self._now(), Grown()
-        yield grown
-        grown.peak = self._peak() - before
-        self._trim()
-        grown.rest = self._now() - before
-
-    def wait_for_device(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
-
-    def _trim(self) -> None:
-        """Give freed memory back to the system: it would hide what the next step takes."""
-        if not self._on_gpu:
-            ctypes.CDLL(None).malloc_trim(0)
-
-    def _now(self) -> int:
-        return self._allocated()["current"] if self._on_gpu else _proc_status("VmRSS")
-
-    def _peak(self) -> int:
-        return self._allocated()["peak"] if self._on_gpu else _proc_status("VmHWM")
-
-    def _allocated(self) -> dict[str, int]:
-        """In a tenth of the time of `torch.cuda.memory_allocated`: between two steps a GPU goes on with the update, and no clock runs."""
-        return torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
 
 
 def config_of(name: str, work: Work) -> Config:
@@ -400,11 +353,6 @@ def main() -> None:
             for measured in run_ranks(work, Path(temporary)):
                 report(result, work, measured)
     result.finish()
-
-
-def _proc_status(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

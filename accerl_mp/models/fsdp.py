@@ -97,6 +97,14 @@ def collect_gradients(model: nn.Module) -> None:
         copies.collect()
 
 
+def forget_gradients(model: nn.Module, trainable: list[nn.Parameter]) -> None:
+    """Before a step: what one that failed in its middle has left, in this process, would else be added to it."""
+    if (copies := copies_of(model)) is not None and copies.is_used:
+        copies.forget()
+    for parameter in trainable:
+        parameter.grad = None
+
+
 def note_update(model: nn.Module) -> None:
     """After an optimizer's update: launch what the next forward needs of it."""
     if (copies := copies_of(model)) is not None:

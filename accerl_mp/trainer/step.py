@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from accerl_mp.algorithms.losses import StepTotals, normalised_advantages, token_losses, token_weights, weighted_loss
 from accerl_mp.config import Config
-from accerl_mp.models.fsdp import collect_gradients, note_update, reshard, set_last_micro_batch
+from accerl_mp.models.fsdp import collect_gradients, forget_gradients, note_update, reshard, set_last_micro_batch
 from accerl_mp.samples import UNTRAINED, RLSample
 from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
 from accerl_mp.trainer.forward import micro_batch_forward
@@ -128,6 +128,7 @@ class Stepper:
         shapes: list[PackShape] = []
         seen: list[tuple[list[RLSample], Tensor]] = []
         references = self._reference.logprobs(micro_batches) if self._reference else [None] * len(micro_batches)
+        forget_gradients(self._model, self._trainable)
         with closing(built_ahead(micro_batches, partial(self._build, version=version), device=device)) as packs:
             for index, (batch, shape) in enumerate(packs):
                 set_last_micro_batch(self._model, index == len(micro_batches) - 1, unsharded=self._unsharded)

@@ -12,7 +12,7 @@ import torch
 from trainer_cases import config_for, made_samples, sharded_model, single_rank, start_ranks, train_steps
 
 from accerl_mp.config import Config
-from accerl_mp.models import cudnn_attention, fsdp, gradient_sums
+from accerl_mp.models import copies, cudnn_attention, fsdp, gradient_sums
 from accerl_mp.models.build import compute_dtype
 from accerl_mp.models.units import iter_weights
 from accerl_mp.trainer.probe import forced_logprobs
@@ -172,15 +172,19 @@ def test_numbers_are_those_of_their_place_and_wait_for_nothing_later() -> None:
 
 @pytest.mark.parametrize("compile_choice", ["off", "on"])
 def test_own_copies_train_as_fsdp2_does(compile_choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step's forward; then up to what kernels that add in any order leave."""
+    """The same forward; then up to what kernels that add in any order leave. A pack's gradient that is left out is far beyond that."""
     tiny.save_tiny(tmp_path, **SIZES)
     config = _config(tmp_path, compile=compile_choice)
     own = _trained_on_one_gpu(config)
+    with monkeypatch.context() as patch:
+        patch.setattr(copies, "add_up", lambda sums, parts, **how: gradient_sums.add_up(sums, [part[:-1] for part in parts], **how))
+        lacking = _trained_on_one_gpu(config)
     monkeypatch.setattr(fsdp, "is_held_whole", lambda *_: False)
     expected = _trained_on_one_gpu(config)
     assert torch.equal(own["before"], expected["before"])
     assert own["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-5)
     assert own["norms"] == pytest.approx(expected["norms"], rel=1e-2)
+    assert lacking["norms"][0] != pytest.approx(expected["norms"][0], rel=1e-1)
     assert (own["after"] - expected["after"]).abs().mean() < 0.02
 
 
