@@ -67,9 +67,8 @@ ENGINE_FLAGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # Every step that --vllm-max-num-batched-tokens allows has a CUDA graph, one with new prompts in it too.
     (
         {"placement": "colocated", "vllm_max_num_batched_tokens": 300},
-        {"cudagraph_capture_sizes": [1, 2, 4, *range(8, 257, 8), 288], "block_size": 64, "compilation_config": {"cudagraph_mode": "FULL"}},
+        {"cudagraph_capture_sizes": [1, 2, 4, *range(8, 257, 8), 288], "block_size": 64},
     ),
-    ({"placement": "dedicated", "infer_tp_size": 2}, {"compilation_config": None}),
     ({"infer_tp_size": 2, "enable_expert_parallel": True}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
 ]
 """(flags, what vLLM is started with) of the second inference process."""
@@ -90,9 +89,38 @@ def test_vllm_is_started_with_what_the_flags_say(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     started = json.loads(done.stdout.splitlines()[-1])
     for flags, (_, expected), got in zip(configs, ENGINE_FLAGS, started, strict=True):
-        assert {name: got.get(name) for name in expected} == expected
+        assert {name: got[name] for name in expected} == expected
         device = torch.device("cpu" if flags["placement"] == "cpu" else "cuda")
         assert getattr(torch, got["dtype"]) == compute_dtype(Config.from_flat(flags), device)
+
+
+GRAPHS = [
+    ("0.24.0", "0", 1, True),
+    ("0.24.0", "1", 1, False),
+    ("0.24.0", "", 1, False),
+    ("0.24.0", "0", 2, False),
+    ("0.32.0", "0", 1, False),
+]
+"""(vLLM, VLLM_USE_V2_MODEL_RUNNER, workers, whether steps with prompts are whole CUDA graphs)."""
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("version", "variable", "num_workers", "expected"), GRAPHS)
+def test_whole_graphs_are_taken_only_where_their_logprobs_were_seen_to_be_right(
+    version: str, variable: str, num_workers: int, expected: bool
+) -> None:
+    program = (
+        "import sys, vllm; vllm.__version__ = sys.argv[1]; from accerl_mp.config import Config; from accerl_mp.inference import engine;"
+        "flags = {'placement': 'dedicated', 'model_path': 'm', 'gpu_memory_utilization': 0.5, 'infer_tp_size': int(sys.argv[2])};"
+        "print(engine.engine_arguments(Config.from_flat(flags), 0).get('compilation_config'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
+    environment |= {"PYTHONPATH": str(Path(__file__).parent.parent), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {"VLLM_USE_V2_MODEL_RUNNER": variable} if variable else {}
+    command = [sys.executable, "-c", program, version, str(num_workers)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == str({"cudagraph_mode": "FULL"} if expected else None)
 
 
 @pytest.mark.vllm

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import vllm
+import vllm.envs
 import vllm.exceptions
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
@@ -25,20 +26,16 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from accerl_mp.config import Config
 from accerl_mp.inference.order import OutputOrder
 from accerl_mp.inference.replies import EngineLost, Generation
-from accerl_mp.inference.supported import warning_of
+from accerl_mp.inference.supported import OLDER_RUNNER, has_measured_runner, warning_of
 from accerl_mp.model_folder import CPU_KV_CACHE_GIB
 
 _BLOCK_SIZE = {"cpu": 32, "gpu": 64}
 """Tokens of a KV block. vLLM's CPU default of 128 would share almost nothing of a prompt of 170 tokens; its GPU default of 16 has
 four times as many blocks to hash (75 us for 1,000 tokens in blocks of 16, 27 in blocks of 64, at every request) and to keep books of."""
 
-_GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, 2048, 128), *range(2048, 4097, 256))
+_GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, 2049, 128))
 """Tokens of a step that has a CUDA graph. vLLM's own end at twice --vllm-max-num-seqs, so that a step with a new turn's prompt in it has
-none; where many episodes play that is nearly every step."""
-
-_GRAPH_SPLITS = 8
-"""Parts into which FlashAttention may split a sequence's keys inside a graph. Their buffers grow with it and with the largest graph's
-tokens (537 MB for 32 heads of 128); vLLM's 32 help only where a few long sequences are decoded."""
+none; where many episodes play that is nearly every step. FlashAttention's buffers for split keys go with the largest (models/memory.py)."""
 
 _STOP_S = 1.0
 """Grace of vLLM's processes at the end. They have nothing to save, and left alone they take 6 s to take themselves apart."""
@@ -250,16 +247,19 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
     if inference.kv_cache_gib:  # vLLM then measures nothing, which a trainer on the same card would disturb
         arguments["kv_cache_memory_bytes"] = int(inference.kv_cache_gib * 2**30)
     if not arguments["enforce_eager"]:
-        arguments |= _graphs(arguments["max_num_batched_tokens"], is_alone=inference.infer_tp_size == 1)
+        most_tokens = arguments["max_num_batched_tokens"]
+        arguments["cudagraph_capture_sizes"] = [size for size in _GRAPH_SIZES if size <= most_tokens]
+        if _takes_whole_graphs(inference.infer_tp_size):
+            arguments["compilation_config"] = {"cudagraph_mode": "FULL"}
     return arguments | {"gpu_memory_utilization": inference.gpu_memory_utilization}
 
 
-def _graphs(most_tokens: int, *, is_alone: bool) -> dict[str, Any]:
-    """CUDA graphs of whole steps, those with prompts in them included, where attention allows it (FlashAttention 3; else vLLM falls back).
+def _takes_whole_graphs(num_workers: int) -> bool:
+    """Whether steps with prompts in them may be whole CUDA graphs (where attention cannot, vLLM falls back by itself).
 
-    vLLM's default breaks a step with a prompt at every attention: 60 launches from Python and as many small graphs. With 135M parameters
-    and 128 episodes such a step took 18 ms, whole it takes 11 (one H200, bench/engine_loop.py). Not tried with workers side by side.
+    vLLM's default breaks such a step at every attention: 60 launches from Python and as many small graphs. With 135M parameters and 128
+    episodes it took 18 ms, whole and by the older of 0.24's model runners 9 (one H200, bench/engine_loop.py). The newer runner's whole
+    graphs give wrong logprobs with prompts of 2,000 tokens: 5 % of them off by over 10 nats. Measured with one worker of 0.24 alone.
     """
-    graphs: dict[str, Any] = {"cudagraph_capture_sizes": [size for size in _GRAPH_SIZES if size <= most_tokens]}
-    graphs["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": _GRAPH_SPLITS}
-    return graphs | ({"compilation_config": {"cudagraph_mode": "FULL"}} if is_alone else {})
+    is_older = getattr(vllm.envs, OLDER_RUNNER, None) is False  # the variable as this process has it
+    return is_older and has_measured_runner(vllm.__version__, num_workers)
