@@ -3,15 +3,14 @@
 Takes a resolved Config. Looks at files and numbers only; what needs the model itself is checked by the launcher's probe.
 """
 
-import dataclasses
-import math
 import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from accerl_mp.cli import option_of
-from accerl_mp.config import GROUPS, TEXTWORLD, Config, largest_group
+from accerl_mp.bounds import bad_numbers, without
+from accerl_mp.cli import option_of, without_those_of
+from accerl_mp.config import TEXTWORLD, Config, largest_group
 from accerl_mp.games import find_games, list_games, without_json
 from accerl_mp.model_folder import engine_problems, folder_problems, read_facts
 from accerl_mp.recovery import resume_dir_of
@@ -22,19 +21,24 @@ _SLOT_BYTES = 4096 + 256
 """What a slot of a ring takes beside its samples' bytes: the last page is rarely full, and a row in three tables."""
 _RING_TABLES_BYTES = 128 << 10
 _LARGEST_PORT = 65535
-_SECONDS = ("_s", "_seconds", "_timeout")
-_LONGEST_S = 1e8
-"""Three years: threads and sockets fail at waits of some hundred."""
-_LARGEST = 1e12
-"""Of any number: far beyond it messages do not hold counts, nor float32 rewards."""
 _COLLECTIVE_TIMEOUT_S = 1800
 """Of torch's own collectives (`trainer/ranks.py`)."""
 
 
-def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None) -> list[str]:
-    """Every problem of a resolved Config, in the order of its groups; empty when it can run."""
+def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None, typed: Config | None = None) -> list[str]:
+    """Every problem of a resolved Config, in the order of its groups; empty when it can run.
+
+    typed: before it was resolved; then a number out of bounds is said of the flag that was given, not of those that follow from it
+    """
+    bad = bad_numbers(config, typed)
+    found = _problems(without(bad, config, typed, num_gpus=num_gpus) if bad else config, num_gpus, shm_free_bytes)
+    problems = [sentence for sentences in bad.values() for sentence in sentences]
+    return problems + without_those_of(problems, found)
+
+
+def _problems(config: Config, num_gpus: int, shm_free_bytes: int | None) -> list[str]:
+    """Of settings whose numbers are each within bounds."""
     rules = [
-        _bounds,
         _model,
         _games,
         _algorithm,
@@ -57,7 +61,8 @@ def check(config: Config, *, num_gpus: int, shm_free_bytes: int | None = None) -
 def check_replayed(config: Config, *, num_steps: int, num_ranks: int, world_size: int) -> list[str]:
     """Every problem of the trainer alone on recorded samples: `num_steps` of `num_ranks` ranks; torchrun started `world_size`."""
     folder = config.run.replay_samples
-    problems = [problem for rule in (_bounds, _model, _algorithm, _folders, _deterministic) for problem in rule(config)]
+    problems = [sentence for sentences in bad_numbers(config).values() for sentence in sentences]
+    problems += [problem for rule in (_model, _algorithm, _folders, _deterministic) for problem in rule(config)]
     if num_steps == 0:
         problems.append(f"--replay-samples {folder}: no optimizer step in it that all ranks have recorded: there is nothing to train")
     elif num_ranks != world_size:
@@ -70,30 +75,6 @@ def check_replayed(config: Config, *, num_steps: int, num_ranks: int, world_size
 def warnings(config: Config, typed: Config) -> list[str]:
     """Settings that were changed or have no effect: not refused, but said."""
     return list(_warnings(config, typed))
-
-
-def _bounds(config: Config) -> Iterator[str]:
-    for name, group in GROUPS.items():
-        for field in dataclasses.fields(group):
-            yield from out_of_bounds(field.name, getattr(getattr(config, name), field.name), option_of(field.name))
-
-
-def out_of_bounds(field_name: str, value: float | None, option: str) -> Iterator[str]:
-    """What is wrong with a number for the flag of this field, said of `option`. Tools have some of the flags under other names."""
-    field = next(field for group in GROUPS.values() for field in dataclasses.fields(group) if field.name == field_name)
-    at_least, above, at_most = (field.metadata[name] for name in ("at_least", "above", "at_most"))
-    if at_most is None:
-        at_most = _LONGEST_S if field_name.endswith(_SECONDS) else _LARGEST
-    if isinstance(value, float) and not math.isfinite(value):
-        yield f"{option} must be a finite number, got {value}"
-    elif value is not None and at_least is not None and value < at_least:
-        yield f"{option} must be at least {at_least}, got {value}"
-    elif value is not None and above is not None and value <= above:
-        yield f"{option} must be above {above}, got {value}"
-    elif isinstance(value, int | float) and value > at_most:
-        yield f"{option} must be at most {at_most:.10g}, got {value}"
-    elif isinstance(value, int | float) and value < -_LARGEST:
-        yield f"{option} must be at least {-_LARGEST:g}, got {value}"
 
 
 def _model(config: Config) -> Iterator[str]:

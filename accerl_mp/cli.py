@@ -7,6 +7,7 @@ flags behind it override it.
 import argparse
 import dataclasses
 import difflib
+import re
 import shlex
 import types
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type
 from accerl_mp.config import GROUPS, Config, ConfigError
 
 _KINDS = {int: "a whole number", float: "a number", str: "a text"}
+_FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 PROGRAM = "bash launch.sh"
 DESCRIPTION = "Train a language-model agent online in TextWorld games. Without flags: the demo."
 
@@ -56,13 +58,26 @@ def option_of(field_name: str) -> str:
 
 def parse(argv: list[str], *, environ: Mapping[str, str], base: Config | None = None) -> Config:
     """Flags as typed, over `base` (else the defaults) -> Config, not resolved. ConfigError: unknown flags, bad values, unreadable files."""
-    problems: list[str] = []
-    values, unknown = build_parser(problems).parse_known_args(expand(argv, environ=environ))
-    if unknown:
-        problems += [_unknown(word) for word in unknown if word.startswith("-")] or [f"{unknown[0]!r} belongs to no flag"]
+    config, problems = read(argv, environ=environ, base=base)
     if problems:
         raise ConfigError(problems)
-    return (base or Config()).replace(**vars(values))
+    return config
+
+
+def read(argv: list[str], *, environ: Mapping[str, str], base: Config | None = None) -> tuple[Config, list[str]]:
+    """What `parse` gives where nothing is wrong; else without the flags that are, and what is wrong. ConfigError: unreadable files."""
+    problems: list[str] = []
+    values, unknown = build_parser(problems).parse_known_args(expand(argv, environ=environ))
+    bad = {problem.split()[0] for problem in problems}
+    if unknown:
+        problems += [_unknown(word) for word in unknown if word.startswith("-")] or [f"{unknown[0]!r} belongs to no flag"]
+    return (base or Config()).replace(**{name: value for name, value in vars(values).items() if option_of(name) not in bad}), problems
+
+
+def without_those_of(problems: list[str], found: list[str]) -> list[str]:
+    """`found` but what is said of a flag that `problems` names: it depends on what that flag will be."""
+    named = {flag for problem in problems for flag in _FLAG.findall(problem)}
+    return [problem for problem in found if not named & set(_FLAG.findall(problem))]
 
 
 def _unknown(word: str) -> str:

@@ -1,9 +1,8 @@
 """Every setting of a run: one frozen dataclass per role, a field per flag.
 
-A field's name is its flag's with underscores (`--tw-game-dir` is `tw_game_dir`), so that one text search
-finds both. `cli.py` turns these classes into an argparse parser, `checks.py` refuses what cannot work,
-`resolve()` fills the defaults that follow from other settings: after it no `None` means "default".
-The launcher writes the resolved Config to `<run-dir>/args.json`; every process starts from that file.
+A field's name is its flag's with underscores (`--tw-game-dir` is `tw_game_dir`), so that one text search finds both. `cli.py` turns
+these classes into an argparse parser, `checks.py` refuses what cannot work, `resolve()` fills the defaults that follow from other
+settings: after it no `None` means "default". The launcher writes it to `<run-dir>/args.json`; every process starts from that file.
 """
 
 import dataclasses
@@ -11,6 +10,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from accerl_mp.files import write_atomically
 
 TEXTWORLD = "textworld"
 """`--env` of TextWorld's games."""
@@ -311,7 +312,7 @@ class Config:
         return Config.from_flat(self.to_flat() | values)
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_flat(), indent=2) + "\n")
+        write_atomically(path, json.dumps(self.to_flat(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Config":

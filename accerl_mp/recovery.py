@@ -16,7 +16,6 @@ damaged later, so its files are compared with its state.json before anything sta
 import hashlib
 import json
 import logging
-import os
 import re
 import zlib
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from accerl_mp.config import Config
+from accerl_mp.files import write_over
 from accerl_mp.games import list_games
 
 FORMAT = 1
@@ -31,6 +31,7 @@ STATE_FILE, CURRENT, ANNOUNCED, START = "state.json", "current", "announced", "s
 _NAME = re.compile(r"step-(\d+)-version-(\d+)")
 _CHUNK_BYTES = 4 << 20
 _ANNOUNCED_BYTES = 20
+_START_BYTES = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -99,8 +100,9 @@ class Start:
     """Times that the trainer was started again (`--max-trainer-restarts`)."""
 
     def save(self, resume_dir: Path) -> None:
+        """Over the one before: a trainer that is started again finds the disk full, perhaps. OSError where there is none and no room."""
         resume_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(resume_dir / START, json.dumps(asdict(self), indent=2) + "\n")
+        write_over(resume_dir / START, json.dumps(asdict(self), indent=2) + "\n", _START_BYTES)
 
     @classmethod
     def load(cls, resume_dir: Path) -> "Start":
@@ -165,18 +167,11 @@ def announced_in(resume_dir: Path) -> int:
 def announce(resume_dir: Path, version: int) -> None:
     """Before a push of that version begins.
 
-    Always as many bytes, so that it is written over what is there: a full disk has room for that. One that refuses all the same
-    costs the note, not the run.
+    Written over in place: a full disk has room for that. One that refuses all the same costs the note, not the run.
     """
-    path, text = resume_dir / ANNOUNCED, f"{version:{_ANNOUNCED_BYTES - 1}}\n".encode()
     try:
-        if path.is_file() and path.stat().st_size == _ANNOUNCED_BYTES:
-            with path.open("r+b", buffering=0) as file:
-                file.write(text)
-                os.fsync(file.fileno())
-        else:
-            resume_dir.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, text.decode())
+        resume_dir.mkdir(parents=True, exist_ok=True)
+        write_over(resume_dir / ANNOUNCED, f"{version}", _ANNOUNCED_BYTES)
     except OSError as error:
         _log.warning("cannot note version %d: %s; a later start could use its number again", version, error)
 
@@ -229,16 +224,6 @@ def checksum(path: Path) -> int:
         while chunk := file.read(_CHUNK_BYTES):
             crc = zlib.crc32(chunk, crc)
     return crc
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader finds the old or the new content; after a power cut too."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
 
 
 def _order(name: str) -> tuple[int, int]:

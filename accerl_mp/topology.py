@@ -38,6 +38,11 @@ class RunPaths:
         return self.run_dir / "stop"
 
     @property
+    def ended(self) -> Path:
+        """Exists once a start has ended in order: finished, or stopped, and every rank has left by itself."""
+        return self.run_dir / "ended"
+
+    @property
     def samples(self) -> Path:
         """Folder of `--record-samples`."""
         return self.run_dir / "samples"

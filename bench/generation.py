@@ -32,6 +32,7 @@ from accerl_mp.transport.channels import MetricsReceiver
 from accerl_mp.transport.health import PARENT_PID, Health, HealthTable
 from accerl_mp.transport.process import Process
 from accerl_mp.transport.ring import SharedRing
+from accerl_mp.weight_sync.report import PushReport
 from accerl_mp.weight_sync.sender import WeightSync
 from bench.common import ROOT, python_path
 
@@ -100,13 +101,21 @@ class Generation:
         health = Health("trainer/0", table=HealthTable.attach(self._paths.health), board=self._board, run_dir=self._paths.run_dir)
         process = Process("trainer", 0, self._paths, self.config, health, self._board)
         device = torch.device("cuda" if self.config.run.placement != "cpu" else "cpu")
-        model, dtype = load_model(self.config, device), compute_dtype(self.config, device)
-        self._sync = WeightSync(process, model, rank=0, world_size=1, dtype=dtype, forced_logprobs=lambda ids: NotImplemented)
+        self.model, dtype = load_model(self.config, device), compute_dtype(self.config, device)
+        self._sync = WeightSync(process, self.model, rank=0, world_size=1, dtype=dtype, forced_logprobs=lambda ids: NotImplemented)
         self._sync.connect()
         self._sync.start_push(0, trainable_only=False)
         self._sync.finish_push()
         self._board.set("policy_version", 0)
         self._reader = SharedRing.attach_reader(self._paths.ring(0))
+
+    def push_next(self) -> PushReport:
+        """Push `model` as it is now, under the next version, while the rollouts play on."""
+        version = self._board.get("policy_version") + 1
+        self._sync.start_push(version, trainable_only=True)
+        report = self._sync.finish_push()
+        self._board.set("policy_version", version)
+        return report
 
     def _await_engine(self) -> None:
         """Until the engine runs, however long it takes to start; a process that dies meanwhile is named, with its last words."""
@@ -125,6 +134,12 @@ class Generation:
         totals |= {f"CPU {part}": after - cpu[part] for part, after in self._cpu_seconds().items()}
         self._signal(signal.SIGSTOP)
         return totals
+
+    def play(self, seconds: float) -> dict[str, float]:
+        """What `measure` gives, of rollouts that play before and after it too."""
+        started = time.monotonic()
+        totals = self._collect(seconds)
+        return totals | {"seconds": time.monotonic() - started}
 
     def _cpu_seconds(self) -> dict[str, float]:
         """So far, by part; vLLM's own processes are children of the inference process."""

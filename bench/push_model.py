@@ -1,10 +1,14 @@
-"""What bench/weight_sync.py pushes: models of a known shape with random weights."""
+"""What bench/weight_sync.py pushes: models of a known shape with random weights, or a model folder with its own."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accerl_mp.config import Config
+import numpy as np
+
+from accerl_mp.config import Config, ModelConfig
+from accerl_mp.rollout.tokenizer import Tokenizer
 
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "head_dim": 32, "hidden_act": "silu"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -33,38 +37,77 @@ MODELS: dict[str, dict[str, Any]] = {
 EOS = 2
 
 
-def write_folders(model: Path, tokenizer: Path, shape: dict[str, Any]) -> None:
-    """What an inference process reads: a config (its weights come by push) and the end-of-turn token."""
+PROMPT_TOKENS = 48
+"""Of a request, at most."""
+_DRIFT = 0.01
+"""By how much a push moves a folder's weights, relatively: far more than the probe's bound, and the model still speaks."""
+
+MakePrompt = Callable[[np.random.Generator], np.ndarray]
+
+
+def folder_of(name: str, temporary: Path) -> Path:
+    """Where the model that `--model` names is, or will be once `write_folders` has made it."""
+    return temporary / "model" if name in MODELS else Path(name)
+
+
+def write_folders(name: str, model: Path, tokenizer: Path) -> MakePrompt:
+    """What an inference process reads: a config (its weights come by push) and the tokens that end a reply. Gives the load's prompts.
+
+    A name: random tokens. A folder: questions in the model's own chat format, so that it answers at length.
+    """
+    tokenizer.mkdir()
+    if name not in MODELS:
+        return _questions(model, tokenizer)
     model.mkdir()
     base = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "initializer_range": 0.05, "bos_token_id": 1, "eos_token_id": EOS}
-    (model / "config.json").write_text(json.dumps(base | {"tie_word_embeddings": True, "dtype": "float32"} | shape))
-    tokenizer.mkdir()
+    (model / "config.json").write_text(json.dumps(base | {"tie_word_embeddings": True, "dtype": "float32"} | MODELS[name]))
     (tokenizer / "meta.json").write_text(json.dumps({"eos_token_ids": [EOS]}))
+    return lambda random: random.integers(10, MODELS[name]["vocab_size"], PROMPT_TOKENS, dtype=np.int32)
 
 
-def build_model(config: Config) -> Any:
-    """Random float32 weights, as the trainer's masters, on its device."""
+def _questions(model: Path, folder: Path) -> MakePrompt:
+    from accerl_mp.launcher.tokenizer import export_tokenizer
+
+    if problems := export_tokenizer(ModelConfig(model_path=str(model)), folder):
+        raise SystemExit("\n".join(problems))
+    tokenizer = Tokenizer.load(folder)
+
+    def question(random: np.random.Generator) -> np.ndarray:
+        text = f"Tell me a very long story about a house with {random.integers(1000, 10_000)} rooms."
+        ids = tokenizer.encode_start(tokenizer.render([{"role": "user", "content": text}], add_generation_prompt=True))
+        return np.array(ids[-PROMPT_TOKENS:], np.int32)
+
+    return question
+
+
+def build_model(name: str, config: Config) -> Any:
+    """Float32 weights, as the trainer's masters, on its device: the folder's own or random ones."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
+    path = config.model.model_path
     with torch.device("cpu" if config.run.placement == "cpu" else "cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.model.model_path), dtype=torch.float32)
+        if name in MODELS:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     if config.run.placement == "cpu":
         torch.set_num_threads(1)
     return model.eval()
 
 
-def change_weights(model: Any, train_mode: str) -> None:
-    """As much as can be, cheaply: signs of rows. With last_layer only what that mode trains."""
+def change_weights(name: str, model: Any, train_mode: str) -> None:
+    """Random weights: as much as can be, cheaply, signs of rows. A folder's: a little. With last_layer only what that mode trains."""
     import torch
 
-    for name, parameter in model.named_parameters():
-        is_last = f"layers.{model.config.num_hidden_layers - 1}." in name or "model.norm" in name or "lm_head" in name
+    for parameter_name, parameter in model.named_parameters():
+        is_last = any(part in parameter_name for part in (f"layers.{model.config.num_hidden_layers - 1}.", "model.norm", "lm_head"))
         parameter.requires_grad_(train_mode == "full" or is_last)
         if parameter.requires_grad:
-            signs = torch.randint(0, 2, (len(parameter), *[1] * (parameter.dim() - 1)), device=parameter.device) * 2 - 1
+            rows = (len(parameter), *[1] * (parameter.dim() - 1))
+            signs = torch.randint(0, 2, rows, device=parameter.device) * 2 - 1
             with torch.no_grad():
-                parameter.mul_(signs)
+                parameter.mul_(signs if name in MODELS else 1 + _DRIFT * signs)
     if parameter.is_cuda:
         torch.cuda.synchronize()  # or the push would wait for it

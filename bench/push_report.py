@@ -11,14 +11,22 @@ TOKENS_FILE = "tokens.npy"
 request, first tokens of a reply among them."""
 _BEFORE_S, _AFTER_S = 0.002, 0.03
 """A swap's effect on generation shows within this time of it."""
-_REFERENCE_S = 0.1
 _PHASES = ("begin", "gather", "send", "pause", "load", "resume", "swap", "standstill")
 
 
 def report_variant(
-    result: Result, labels: dict[str, str], rows: np.ndarray, idle: tuple[float, float], pushes: list[tuple[float, Any]]
+    result: Result,
+    labels: dict[str, str],
+    rows: np.ndarray,
+    idle: tuple[float, float],
+    pushes: list[tuple[float, Any]],
+    *,
+    reference_s: float,
 ) -> None:
-    """`idle`: from when to when nothing was pushed; `pushes`: (when it began, its PushReport)."""
+    """`idle`: from when to when nothing was pushed; `pushes`: (when it began, its PushReport).
+
+    reference_s: in which nothing has happened before each push
+    """
     is_staged = labels["staging"] == "on"
     labels = labels | {"swapped": pushes[0][1].path}
     calm = _between(rows, *idle)
@@ -39,8 +47,8 @@ def report_variant(
     others = [(start, start + width) for start in np.arange(idle[0], idle[1] - width, width)]
     _report_gaps(result, labels, rows, others, "in as much time without a push")
     # A push holds a few steps only, and vLLM's own rate drifts: all pushes together, against as many times shortly before each.
-    before = [(start - _REFERENCE_S, start) for start, _ in wires]
-    result.add("rate on the wire / before the push", _rate(rows, wires) / _rate(rows, before), "", "higher", **labels)
+    if rate_before := _rate(rows, [(start - reference_s, start) for start, _ in wires]):
+        result.add("rate on the wire / before the push", _rate(rows, wires) / rate_before, "", "higher", **labels)
     result.add("rate on the wire / idle", [_rate(rows, [wire]) / rate for wire in wires], "", "higher", **labels)
     result.add("tokens during a push", whole, "", "higher", **labels)
     result.add("push time", [1e3 * report.seconds for _, report in pushes], "ms", "lower", **labels)

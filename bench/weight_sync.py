@@ -1,10 +1,11 @@
 """Weight pushes into a running vLLM: time of each phase, bytes, tokens meanwhile, the longest gap between tokens.
 
     PYTHONPATH=. python bench/weight_sync.py --model smollm2-135m                      # CPU: gloo, layerwise, staging on and off
+    PYTHONPATH=. python bench/weight_sync.py --model runs/smollm2                      # the same with a model folder's own weights
     PYTHONPATH=. python bench/weight_sync.py --placement dedicated --model qwen3-0.75b # two GPUs: NCCL, all ways to swap
     PYTHONPATH=. python bench/weight_sync.py --placement colocated --model qwen3-0.75b # one GPU: CUDA IPC
 
-This process is the trainer (random weights, changed before each push), vLLM is the real inference process, requests come in as from
+This process is the trainer (its weights change before each push), vLLM is the real inference process, requests come in as from
 rollouts. The first and the last push of each variant are verified by checksums and a logprob probe; the others are measured.
 """
 
@@ -37,10 +38,8 @@ from accerl_mp.transport.board import Board
 from accerl_mp.transport.health import Health, HealthTable
 from accerl_mp.transport.process import Process
 from bench.common import ROOT, Result, make_parser, parse
-from bench.push_model import MODELS, build_model, change_weights, write_folders
+from bench.push_model import MODELS, PROMPT_TOKENS, MakePrompt, build_model, change_weights, folder_of, write_folders
 from bench.push_report import TOKENS_FILE, report_variant
-
-PROMPT_TOKENS = 48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Variant:
 def main() -> None:
     parser = make_parser(__doc__, repeats=10)
     parser.add_argument("--placement", choices=["cpu", "colocated", "dedicated"], default="cpu")
-    parser.add_argument("--model", default="smollm2-135m", help=f"one of {', '.join(MODELS)}")
+    parser.add_argument("--model", default="smollm2-135m", help=f"{', '.join(MODELS)} (random weights), or a model folder")
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -135,7 +134,7 @@ def _config(args: argparse.Namespace, folder: Path) -> Config:
     num_gpus = 0 if args.placement == "cpu" else len(visible_gpus())
     values: dict[str, Any] = {
         "placement": args.placement,
-        "model_path": str(folder / "model"),
+        "model_path": str(folder_of(args.model, folder)),
         "fsdp_world_size": 1,
         "tw_history_token_window": PROMPT_TOKENS + 3 * args.tokens // 2 + 16,
         "vllm_max_num_seqs": max(64, args.requests),
@@ -158,7 +157,7 @@ class Bench:
         self._args, self._config = args, config
         self.paths = RunPaths(Path(config.metrics.log_dir))
         (self.paths.run_dir / "logs").mkdir(parents=True)
-        write_folders(Path(config.model.model_path), self.paths.tokenizer, MODELS[args.model])
+        self._make_prompt = write_folders(args.model, Path(config.model.model_path), self.paths.tokenizer)
         config.save(self.paths.args)
         self._board = Board.create(self.paths.board)
         self._table = HealthTable.create(self.paths.health, ["trainer/0", "inference/0", "rollout/0"])
@@ -167,7 +166,7 @@ class Bench:
         self._pushes: list[tuple[Variant, float, Any]] = []
         self._idle: list[tuple[Variant, float, float]] = []
         # Dedicated: beside vLLM's start. On one GPU vLLM must have measured its memory first, on CPU they would share cores.
-        self._model = build_model(config) if args.placement == "dedicated" else None
+        self._model = build_model(args.model, config) if args.placement == "dedicated" else None
 
     def __enter__(self) -> "Bench":
         return self
@@ -193,7 +192,7 @@ class Bench:
         config.save(self.paths.args)
         with self._connected(config) as sync:
             self._push(sync, trainable_only=False)  # verified
-            with _Load(self.paths, self._args, is_mixed=variant.load == "mixed"):
+            with _Load(self.paths, self._args, self._make_prompt, is_mixed=variant.load == "mixed"):
                 time.sleep(1.0)
                 start = time.monotonic()
                 time.sleep(self._args.idle_s)
@@ -216,7 +215,7 @@ class Bench:
         process = Process("trainer", 0, self.paths, config, health, self._board)
         self._wait_for_engine()
         if self._model is None:
-            self._model = build_model(self._config)
+            self._model = build_model(self._args.model, self._config)
         model, device = self._model, next(self._model.parameters()).device
         dtype = compute_dtype(config, device)
         sync = WeightSync(
@@ -230,7 +229,7 @@ class Bench:
 
     def _push(self, sync: Any, *, trainable_only: bool) -> tuple[float, Any]:
         """(when it began, its report). What comes before it changes nothing in vLLM: a measure of generation without a push."""
-        change_weights(self._model, sync._process.config.model.train_mode)
+        change_weights(self._args.model, self._model, sync._process.config.model.train_mode)
         time.sleep(self._args.pause_between_s)
         start = time.monotonic()
         sync.start_push(self._version, trainable_only=trainable_only)
@@ -242,7 +241,8 @@ class Bench:
         rows = np.load(self.paths.run_dir / TOKENS_FILE)
         for variant, *idle in self._idle:
             if pushes := [(at, report) for other, at, report in self._pushes if other == variant]:
-                report_variant(result, variant.labels, rows, tuple(idle), pushes)
+                reference_s = self._args.pause_between_s / 3  # the last third: the weights' change is over
+                report_variant(result, variant.labels, rows, tuple(idle), pushes, reference_s=reference_s)
         for one in result._measures if self._args.model == "qwen3-0.75b" else []:
             if one["name"] == "gap between tokens, longest around a push" and one["labels"]["swapped"] == "captured":
                 name = f"longest gap between tokens around a push, pause {one['labels']['pause']}, {one['labels']['load']}"
@@ -293,12 +293,12 @@ class Bench:
 class _Load(threading.Thread):
     """Keeps requests in flight inside a with block, and sees that every reply is whole."""
 
-    def __init__(self, paths: RunPaths, args: argparse.Namespace, *, is_mixed: bool) -> None:
+    def __init__(self, paths: RunPaths, args: argparse.Namespace, make_prompt: MakePrompt, *, is_mixed: bool) -> None:
         super().__init__(daemon=True)
         self._is_mixed = is_mixed
         self._context = sockets.new_context()
         self._socket = sockets.connect_dealer(self._context, paths, channels.REQUESTS, identity="rollout/0")
-        self._args, self._vocabulary = args, MODELS[args.model]["vocab_size"]
+        self._args, self._make_prompt = args, make_prompt
         self._stopping = threading.Event()
         self.error = ""
 
@@ -319,7 +319,7 @@ class _Load(threading.Thread):
             while len(waiting) < self._args.requests and not self._stopping.is_set():
                 number += 1
                 waiting.add(number)
-                prompt = random.integers(10, self._vocabulary, PROMPT_TOKENS, dtype=np.int32)
+                prompt = self._make_prompt(random)
                 # Mixed: the first ones from the shortest on, so that they do not end together.
                 shortest = 1 if number <= self._args.requests else self._args.tokens // 2
                 max_tokens = int(random.integers(shortest, 3 * self._args.tokens // 2 + 1)) if self._is_mixed else self._args.tokens

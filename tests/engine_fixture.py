@@ -152,7 +152,8 @@ def trainer_process(paths: RunPaths, rank: int) -> Process:
 class RequestClient:
     """A rollout's end of the requests channel."""
 
-    def __init__(self, run: InferenceRun, name: str = "rollout/0", index: int = 0) -> None:
+    def __init__(self, run: Any, name: str = "rollout/0", index: int = 0) -> None:
+        """`run`: anything with `paths`."""
         self._context = sockets.new_context()
         self._socket = sockets.connect_dealer(self._context, run.paths, channels.REQUESTS, identity=name, index=index)
         self._number = 0

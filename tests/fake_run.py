@@ -91,9 +91,19 @@ class NoSync:
 
 
 def train(process: Any) -> None:
+    import time
+
     from accerl_mp.trainer import loop
 
-    loop.WeightSync = NoSync  # type: ignore[misc,assignment]
+    class Stepper(loop.Stepper):
+        """Never comes to a step's collectives once DIR/stick-RANK is there."""
+
+        def run(self, *arguments: Any, **options: Any) -> Any:
+            while (process.paths.run_dir / f"stick-{process.index}").exists():
+                time.sleep(0.1)
+            return super().run(*arguments, **options)
+
+    loop.WeightSync, loop.Stepper = NoSync, Stepper  # type: ignore[misc,assignment]
     loop.run_trainer(process)
 
 

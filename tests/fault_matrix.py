@@ -3,12 +3,14 @@
 PYTHONPATH=. python -m tests.fault_matrix      prints that table
 """
 
+import ast
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.poisoned_games import KINDS
 
 REST, WORK = "at rest", "at work"
+STANDING = "while vLLM stands in a push"
 MOMENTS = (REST, WORK)
 EVENTS = {"killed": "SIGKILL", "stopped": "SIGSTOP", "crashed": "SIGSEGV", "asked to leave": "SIGTERM"}
 ROLES = ("rollout", "ingest", "stats")
@@ -57,6 +59,21 @@ def _vllm_cells() -> list[Cell]:
     ]
 
 
+def _standing_cells() -> list[Cell]:
+    """Without staging vLLM is paused from the first byte of a push to the last."""
+    outcomes = dict.fromkeys(ROLES, _GOES_ON) | dict.fromkeys(VLLM, _VLLM_GOES_ON)
+    stopped = Cell(
+        "trainer rank 0",
+        "stopped for 8 s",
+        STANDING,
+        "the push goes on where it was, nobody is started again",
+        "test_faults_vllm.py::test_a_trainer_that_is_stopped_for_a_while_in_a_push_goes_on",
+    )
+    return [stopped] + [
+        _cell("test_faults_vllm", "test_while_vllm_stands", who, "killed", STANDING, outcomes[who], True) for who in outcomes
+    ]
+
+
 def _game_cells() -> list[Cell]:
     outcome = "set aside after three failures and named once; training goes on; uses up no restarts"
     return [_cell("test_faults", "test_a_poisoned_game", "a game", kind, WORK, outcome, kind != "crashes") for kind in KINDS]
@@ -77,18 +94,18 @@ _START_ENDS = (
     "(`--max-trainer-restarts`)"
 )
 _STARTS_AGAIN = "the whole run starts again from its last saved state (`--max-trainer-restarts`); no episode is lost or trained twice"
+_ENDS_BEHIND = "that start ends and names the one that is behind, with all stacks, although all stand still (`--step-timeout-s`)"
 _SUPERVISOR = "test_supervisor.py::"
 OTHERS = (
     _elsewhere(
         "trainer rank", "killed", WORK, _START_ENDS, _SUPERVISOR + "test_a_killed_rank_is_named_although_the_other_one_fails_because_of_it"
     ),
     *(
-        Cell(
-            f"trainer rank {rank}",
-            "killed",
-            WORK,
-            _STARTS_AGAIN,
-            f"test_resume_runs.py::test_a_run_whose_trainer_rank_is_killed_starts_again_by_itself[{rank}]",
+        Cell(f"trainer rank {rank}", event, WORK, outcome, f"test_resume_runs.py::{test}[{rank}]", is_slow=True)
+        for event, outcome, test in (
+            ("killed", _STARTS_AGAIN, "test_a_run_whose_trainer_rank_is_killed_starts_again_by_itself"),
+            ("killed on a full disk", _STARTS_AGAIN, "test_a_run_whose_trainer_rank_is_killed_while_the_disk_is_full_starts_again"),
+            ("never reaches a collective", _ENDS_BEHIND, "test_a_rank_that_never_reaches_the_others_collective_is_named"),
         )
         for rank in (0, 1)
     ),
@@ -98,6 +115,13 @@ OTHERS = (
         WORK,
         "`--resume auto` goes on; no episode is lost or trained twice",
         "test_resume_runs.py::test_a_run_that_is_killed_whole_goes_on_without_losing_or_repeating_an_episode",
+    ),
+    Cell(
+        "everything",
+        "asked to leave",
+        WORK,
+        "the state is saved, exit code 0, nothing is left",
+        "test_faults_vllm.py::test_a_signal_to_every_process_at_once_saves_the_state_and_exits_with_zero",
     ),
     _elsewhere("trainer rank", "fails", WORK, _START_ENDS, _SUPERVISOR + "test_a_failing_rank_is_the_first_failure_for_the_other_rank"),
     _elsewhere(
@@ -133,6 +157,13 @@ OTHERS = (
         WORK,
         _ENDS,
         _SUPERVISOR + "test_a_role_that_dies_at_once_three_times_ends_the_run_with_its_last_lines",
+    ),
+    Cell(
+        "a role",
+        "dies once too often",
+        WORK,
+        "at `--max-restarts` the run saves its state, ends and names it; `--resume auto` goes on, no episode is lost or trained twice",
+        "test_resume_runs.py::test_a_run_that_gives_up_on_a_role_saves_its_state_and_goes_on_later",
     ),
     _elsewhere("a role", "never gets ready", REST, _ENDS, _SUPERVISOR + "test_a_role_that_never_gets_ready_leaves_its_stacks_and_is_ended"),
     _elsewhere(
@@ -171,13 +202,13 @@ OTHERS = (
         "too small",
         REST,
         "refused with the size needed",
-        "test_config.py::test_a_small_dev_shm_is_refused_with_the_size_needed",
+        "test_faults.py::test_in_a_container_whose_dev_shm_is_small_the_start_says_what_it_needs",
     ),
-    _elsewhere("a second run", "beside it", WORK, "they do not touch each other", "test_faults.py::test_two_runs_side_by_side"),
+    Cell("a second run", "beside it", WORK, "they do not touch each other", "test_faults.py::test_two_runs_side_by_side"),
     _elsewhere("a stranger", "sends nonsense", WORK, "logged and dropped", "test_security.py::test_no_message_ends_ingest[0]"),
 )
 
-CELLS = (*_role_cells(), *_vllm_cells(), *_game_cells(), *OTHERS)
+CELLS = (*_role_cells(), *_vllm_cells(), *_standing_cells(), *_game_cells(), *OTHERS)
 
 
 def cells_of(test: str) -> list[Cell]:
@@ -203,9 +234,13 @@ def _shown(cell: Cell) -> tuple[str, str, str]:
     return cell.who, f"{cell.event} ({EVENTS[cell.event]})" if cell.event in EVENTS else cell.event, cell.moment
 
 
-def exists(cell: Cell, folder: Path) -> bool:
+def marks_of(cell: Cell, folder: Path) -> str | None:
+    """The source of its test's marks, and of its file's; None: there is no such test."""
     file, _, rest = cell.test.partition("::")
-    return f"def {rest.split('[')[0]}(" in (folder / file).read_text()
+    nodes = ast.parse((folder / file).read_text()).body
+    own = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == rest.split("[")[0]]
+    shared = [node for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
+    return "\n".join(map(ast.unparse, [*own[0].decorator_list, *shared])) if own else None
 
 
 if __name__ == "__main__":

@@ -21,17 +21,27 @@ from accerl_mp.transport.health import HealthRow, HealthTable, is_alive
 ROOT = Path(__file__).parent.parent
 MARK = "ACCERL_TEST_RUN"
 """Environment variable that every process of the run inherits."""
+REAL_PYTHON = "ACCERL_TEST_PYTHON"
+"""Environment variable: the interpreter behind a `python` that is a script."""
 
 
 class LiveRun:
     """One `bash launch.sh FLAGS --log-dir FOLDER`."""
 
     def __init__(
-        self, folder: Path, flags: list[str], *, output: Path | None = None, root: Path = ROOT, prefix: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        flags: list[str],
+        *,
+        output: Path | None = None,
+        root: Path = ROOT,
+        prefix: tuple[str, ...] = (),
+        python: Path = Path(sys.executable),
     ) -> None:
+        """`python`: what stands for the environment's, for example `held_push.PYTHON`."""
         self.paths, self.output = RunPaths(folder), output or folder.parent / f"{folder.name}.output.txt"
         # SPT_NOENV: setproctitle would write over the environment, by which the run's processes are found.
-        environment = os.environ | {"ACCERL_PYTHON": sys.executable, MARK: str(folder), "SPT_NOENV": "1"}
+        environment = os.environ | {"ACCERL_PYTHON": str(python), REAL_PYTHON: sys.executable, MARK: str(folder), "SPT_NOENV": "1"}
         command = [*prefix, "bash", str(root / "launch.sh"), *flags, "--log-dir", str(folder)]
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(command, cwd=root, env=environment, stdout=file, stderr=file, start_new_session=True)

@@ -18,6 +18,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "ranks sit in a collective while rank 0 waits, until NCCL's watchdog kills them (prime-rl 2337)": (
         "test_trainer_loop.py::test_a_starving_rank_makes_both_wait_in_a_named_place_until_its_deadline",
         "test_waits.py::test_the_libraries_limits_are_longer_than_ours",
+        "test_resume_runs.py::test_a_rank_that_never_reaches_the_others_collective_is_named",
     ),
     "trainer and rollouts wait for each other's version after a long evaluation (prime-rl 1667)": (
         "test_ingest.py::test_an_evaluation_is_played_while_training_goes_on",
@@ -43,6 +44,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
     "connection refused after an update; generation left paused (slime 699, 2168; areal 1160)": (
         "test_recovery.py::test_a_push_whose_receiver_is_killed_begins_again_with_its_successor",
         "test_recovery.py::test_without_staging_a_push_that_breaks_half_way_is_done_again_and_vllm_goes_on",
+        "test_faults_vllm.py::test_while_vllm_stands",
     ),
     "the trainer waits for a batch and says nothing (Trinity-RFT 182)": (
         "test_health.py::test_the_table_shows_a_wait",
@@ -87,7 +89,7 @@ REPORTED: dict[str, tuple[str, ...]] = {
         "test_environment.py::test_both_sides_of_the_weight_group_have_the_same_nccl_memory",
     ),
     "memory grows, shared memory is left behind (DeepEyes 113; vllm 8933)": (
-        "test_push_truth.py::test_a_hundred_pushes_of_a_whole_model_leave_memory_flat",
+        "test_push_memory.py::test_whole_models_leave_nothing_behind",
         "test_supervisor.py::test_shared_memory_of_a_killed_process",
         "test_config.py::test_a_small_dev_shm_is_refused_with_the_size_needed",
     ),

@@ -20,12 +20,10 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 from accerl_mp.recovery import Start  # noqa: E402
 from accerl_mp.transport.saved_ring import unpack_rank  # noqa: E402
 from tests.live_run import LiveRun  # noqa: E402
+from tests.small_disk import SmallDisk  # noqa: E402
 
 FLAGS = """
 @accerl_mp/presets/demo.args --max-steps 1000000 --learning-rate 1e-7 --eval-every-rounds 50 --resume-every-rounds 2
@@ -46,7 +45,7 @@ GROUP_SIZE = 8
 FIRST, THEN = ("kill", "stop", "disk", "kill rank"), ("kill", "pause", "kill", "stop", "kill", "disk")
 RANK_MINUTES = 10.0
 """A soak shorter than this kills no rank: a cold start would be all that it shows."""
-DISK_MIB, DISK_FULL_S = 96, 12.0
+DISK_SIZE, DISK_FULL_S = "96m", 12.0
 EVERY_S = 20.0
 PAUSE_S = (1.0, 10.0)
 """Shorter than --hang-timeout-s: nobody is started again."""
@@ -54,34 +53,10 @@ RECOVERS_S, STARTS_AGAIN_S = 300.0, 480.0
 """Longest time after a fault until two more optimizer steps are done; and until a run that starts again has begun to train."""
 
 
-class Disk:
-    """A small tmpfs for the run folder, if this user may mount one."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(folder)]
-        self.is_mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-    @contextlib.contextmanager
-    def full(self) -> Iterator[None]:
-        ballast = self.folder / "ballast"
-        try:
-            with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(1 << 16))
-            yield
-        finally:
-            ballast.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self.is_mounted:
-            subprocess.run(["umount", "-l", str(self.folder)], check=False)
-
-
 class Chaos:
     """Breaks something, and sees that training goes on."""
 
-    def __init__(self, run: LiveRun, disk: Disk, seed: int, *, kills_ranks: bool) -> None:
+    def __init__(self, run: LiveRun, disk: SmallDisk, seed: int, *, kills_ranks: bool) -> None:
         self._run, self._disk, self._random = run, disk, random.Random(seed)
         first = FIRST if kills_ranks else FIRST[:-1]
         self._kinds = itertools.chain(first, itertools.cycle(THEN))
@@ -157,7 +132,7 @@ def say(text: str) -> None:
 
 def soak(folder: Path, *, minutes: float, chaos: bool, seed: int, keep_logs: Path | None = None) -> dict[str, Any]:
     (folder / "disk").mkdir()
-    disk = Disk(folder / "disk")
+    disk = SmallDisk(folder / "disk", size=DISK_SIZE)
     flags = [*FLAGS, "--seed", str(42 + seed), "--checkpoint-dir", str(folder / "exports")]
     run = LiveRun(folder / "disk" / "run", flags, output=folder / "output.txt")
     try:

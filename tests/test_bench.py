@@ -100,7 +100,7 @@ def test_trainer_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["startup", "rollout", "end_to_end", "sync_modes", "engines", "four_gpus", "engine_loop"])
+@pytest.mark.parametrize("name", ["startup", "rollout", "end_to_end", "sync_modes", "engines", "four_gpus", "engine_loop", "weight_sync"])
 def test_scripts_that_start_vllm_run(name: str, tmp_path: Path) -> None:
     run_bench(name, tmp_path / f"{name}.json", timeout_s=580)
 
@@ -174,7 +174,7 @@ def test_a_push_is_told_from_a_prompt_by_the_steps_around_it() -> None:
     report = SimpleNamespace(seconds=0.03, swap_s=0.005, send_s=0.01, num_bytes=2 * 10**9, path="captured", **fields)
     result = common.Result("weight_sync", argparse.Namespace(out=None))
     labels = {"staging": "on", "swap": "auto", "pause": "auto"}
-    push_report.report_variant(result, labels, rows, (1.4, 2.9), [(1.005, report)])
+    push_report.report_variant(result, labels, rows, (1.4, 2.9), [(1.005, report)], reference_s=0.1)
     found = {one["name"]: one["samples"] for one in result._measures}
     assert found["gap between tokens, longest around a push"] == [pytest.approx(13, abs=1.1)]
     calm = [name for name in found if "in as much time without a push" in name]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from holdings import holdings
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -105,3 +106,23 @@ def test_shards_of_uneven_rows_are_gathered_whole(tmp_path: Path) -> None:
             for name, tensor in expected.items():
                 assert got[name].dtype == tensor.dtype
                 assert torch.equal(got[name], tensor), name
+
+
+def _gather_large(ranks: Ranks, folder: Path) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(8)])  # 1 MiB each
+    mesh = init_device_mesh("cpu", (ranks.size,))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+    held = []
+    for run in range(2):  # the first one makes what gloo and FSDP keep
+        before = holdings()["malloc_bytes"]
+        for _ in iter_units(model, trainable_only=False, dtype=torch.bfloat16):
+            held.append(holdings()["malloc_bytes"] - before if run else 0)
+    torch.save(max(held), folder / f"held {ranks.rank}.pt")
+
+
+def test_no_rank_ever_holds_the_whole_model(tmp_path: Path) -> None:
+    """Of 8 layers of 1 MiB two at a time at most: the one that is gathered, and its parts before they are put together."""
+    run_ranks(_gather_large, 2, tmp_path)
+    assert max(torch.load(tmp_path / f"held {rank}.pt") for rank in range(2)) < 2.5 * 2**20

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ rollout-stop-timeout seed infer-size infer-tp-size infer-max-tokens infer-temper
 vllm-max-num-batched-tokens vllm-max-model-len disable-vllm-prefix-caching log-every metrics-window-size
 metrics-active-timeout-seconds log-dir save-checkpoint checkpoint-dir checkpoint-name checkpoint-every-sync-rounds
 """.split()
+
+
+DEMO_MODEL = Path(checks.__file__).parent / "presets/demo_model"
 
 
 def fields() -> list[dataclasses.Field]:
@@ -48,8 +52,8 @@ def safetensors(header: bytes, body: bytes = b"") -> bytes:
 
 
 def problems_of(values: dict[str, Any], *, num_gpus: int = 0, shm: int = 1 << 40) -> list[str]:
-    config = resolve(Config.from_flat(values), num_gpus=num_gpus, log_dir="unused")
-    return checks.check(config, num_gpus=num_gpus, shm_free_bytes=shm)
+    typed = Config.from_flat(values)
+    return checks.check(resolve(typed, num_gpus=num_gpus, log_dir="unused"), num_gpus=num_gpus, shm_free_bytes=shm, typed=typed)
 
 
 def test_all_67_flags_of_the_reference_are_there() -> None:
@@ -265,6 +269,33 @@ def test_each_open_lower_bound_is_checked(folders: dict[str, Any], field: datacl
 def test_each_upper_bound_is_checked(folders: dict[str, Any], field: dataclasses.Field) -> None:
     problems = problems_of(folders | {field.name: field.metadata["at_most"] + 1})
     assert any(problem.startswith(f"{option_of(field.name)} must be at most") for problem in problems), problems
+
+
+NUMBERS = [field for field in fields() if re.search(r"\b(int|float)\b", str(field.type))]
+
+
+@pytest.mark.parametrize("field", NUMBERS, ids=lambda field: field.name)
+def test_a_number_out_of_bounds_is_the_only_thing_that_is_said(folders: dict[str, Any], field: dataclasses.Field) -> None:
+    """Not of flags that follow from it, nor anything that the rules would divide by it; the model has heads, the games are held out."""
+    (Path(folders["model_path"]) / "config.json").write_text((DEMO_MODEL / "config.json").read_text())
+    ends = {bound - 1 for bound in (field.metadata["at_least"], field.metadata["above"]) if bound is not None}
+    ends |= {-(10**13)} | ({10**13} if field.name != "lr_warmup_steps" else set())  # that one is cut to the run, with a warning
+    for value in (*ends, *([float("nan"), float("inf")] if "float" in str(field.type) else [])):
+        problems = problems_of(folders | {field.name: value})
+        assert [problem.split(" must be ")[0] for problem in problems] == [option_of(field.name)], problems
+
+
+def test_a_number_out_of_bounds_hides_nothing_that_others_do(folders: dict[str, Any]) -> None:
+    problems = problems_of(
+        folders | {"batch_size": 0, "min_replay_size_per_rank": 0, "clip_eps": -1.0, "max_length": 100, "infer_top_p": 0.5}
+    )
+    named = [problem.split()[0] for problem in problems]
+    assert sorted(named) == ["--batch-size", "--clip-eps", "--infer-top-p", "--max-length", "--min-replay-size-per-rank"], problems
+
+
+def test_what_follows_is_named_where_every_number_that_was_given_is_good(folders: dict[str, Any]) -> None:
+    problems = problems_of(folders | {"batch_size": 10**7, "grad_accum_steps": 10**7})
+    assert any(problem.startswith("--replay-capacity must be at most") for problem in problems), problems
 
 
 def test_all_problems_come_at_once(folders: dict[str, Any]) -> None:

@@ -240,3 +240,17 @@ def test_the_oldest_of_the_cards_counts(
     monkeypatch.setattr(topology.shutil, "which", lambda name: name)
     monkeypatch.setattr(topology.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, stdout=listing))
     assert topology.gpu_capability(gpus) == expected
+
+
+def test_offsets_are_those_of_the_tensor_at_hand() -> None:
+    """Kept from layer to layer; another pack's ends may lie in the same memory, another layer may have other heads."""
+    ends = torch.tensor([0, 3, 8], dtype=torch.int32)
+    first = cudnn_attention._offsets(4, 2, 16, ends)
+    assert [offsets[:3].tolist() for offsets in first] == [[0, 192, 512], [0, 96, 256], [0, 12, 32]]
+    assert cudnn_attention._offsets(4, 2, 16, ends) is first
+    assert cudnn_attention._offsets(4, 4, 16, ends)[1][:3].tolist() == [0, 192, 512]
+    alias = ends.view(ends.shape)
+    alias[1] = 5
+    assert cudnn_attention._offsets(4, 4, 16, alias)[1][:3].tolist() == [0, 320, 512]
+    del ends, alias
+    assert cudnn_attention._offsets(4, 4, 16, torch.tensor([0, 1, 2], dtype=torch.int32))[2][:3].tolist() == [0, 4, 8]

@@ -119,7 +119,7 @@ def test_processes_stop_at_their_first_line_one_at_a_time_and_ctrl_c_belongs_to_
         run.logfile_read = screen
         try:
             stopped = [_stop_once(run), _stop_once(run)]
-            run.expect("trainer/0 waits for|starting #")
+            run.expect("trainer/0 waits|starting #")
             run.sendintr()  # nobody has the terminal now: it ends the run
             run.expect("ends the run")
             run.expect("The run has stopped on request")

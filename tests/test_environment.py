@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from accerl_mp.config import Config, resolve
-from accerl_mp.inference.supported import OLDER_RUNNER
-from accerl_mp.launcher import environment
+from accerl_mp.launcher import environment as environment_module
 from accerl_mp.launcher.environment import gpu_plan, num_threads, rank_environment, role_environment, vllm_sockets
 from accerl_mp.launcher.roles import build_roles, table_names
 from accerl_mp.topology import GpuPlan, RunPaths
@@ -55,22 +54,26 @@ def test_light_roles_and_cpu_ranks_have_one_thread(role: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "installed", "exported", "expected"),
+    ("placement", "vllm", "tp_size", "exported", "expected"),
     [
-        ({"placement": "colocated"}, "0.24.0", {}, "0"),
-        ({"placement": "colocated"}, "0.24.0", {OLDER_RUNNER: "1"}, "1"),
-        ({"placement": "colocated"}, "0.32.0", {}, None),
-        ({"placement": "dedicated", "infer_tp_size": 2}, "0.24.0", {}, None),
-        ({"placement": "cpu"}, "0.24.0", {}, None),
+        ("colocated", "0.24.0", 1, None, "0"),
+        ("colocated", "0.24.0", 1, "1", "1"),
+        ("dedicated", "0.24.0", 2, None, None),
+        ("colocated", "0.32.0", 1, None, None),
+        ("colocated", "", 1, None, None),
+        ("cpu", "0.24.0", 1, None, None),
     ],
 )
-def test_the_older_model_runner_is_chosen_where_it_was_measured(
-    flags: dict[str, object], installed: str, exported: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+def test_vllms_model_runner_is_chosen_where_it_was_measured_unless_the_user_has(
+    monkeypatch: pytest.MonkeyPatch, placement: str, vllm: str, tp_size: int, exported: str | None, expected: str | None
 ) -> None:
-    monkeypatch.setattr(environment, "version", lambda name: installed)
-    config = resolve(Config.from_flat({"model_path": "m", **flags}), num_gpus=3, log_dir="runs/x")
-    for role, wanted in (("inference", expected), ("rollout", exported.get(OLDER_RUNNER))):
-        assert role_environment(role, 0, config=config, plan=GpuPlan(["0"], [["1"]]), base=exported).get(OLDER_RUNNER) == wanted
+    monkeypatch.setattr(environment_module, "_version_of", lambda package: vllm)
+    flags = {"placement": placement, "model_path": "m", "infer_tp_size": tp_size}
+    config = resolve(Config.from_flat(flags), num_gpus=3, log_dir="runs/x")
+    base = {} if exported is None else {"VLLM_USE_V2_MODEL_RUNNER": exported}
+    environment = role_environment("inference", 0, config=config, plan=GpuPlan(["0"], [["1", "2"]]), base=base)
+    assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == expected
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in role_environment("rollout", 0, config=config, plan=GpuPlan(["0"], [["1", "2"]]), base={})
 
 
 def test_vllms_own_sockets_and_processes_belong_to_the_run(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
 """Exports: loadable, whole, replaced in one step, and harmless when they fail."""
 
+import contextlib
 import json
+import os
+import resource
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +61,15 @@ def test_an_export_loads_in_transformers_with_the_trained_weights(kind: str, tie
     assert fields | {"sync_every_optimizer_steps"} <= set(state)
 
 
+def test_an_export_is_for_whoever_may_read_new_files(folder: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        _export(load_model(config_for(folder), CPU), tmp_path / "latest", folder)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "latest").iterdir()} == {0o640}
+
+
 def test_an_export_replaces_the_one_before_in_one_step(folder: Path, tmp_path: Path) -> None:
     model, target = load_model(config_for(folder), CPU), tmp_path / "latest"
     _export(model, target, folder)
@@ -66,16 +79,25 @@ def test_an_export_replaces_the_one_before_in_one_step(folder: Path, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest"]
 
 
-def test_a_full_disk_leaves_the_export_before(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+@contextlib.contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """A disk that is full for every larger file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room_bytes", [0, 600, 8192])
+def test_a_full_disk_leaves_the_export_before(room_bytes: int, folder: Path, tmp_path: Path, caplog: Any) -> None:
+    """Full at the first file, at the settings, in the weights."""
     model, target = load_model(config_for(folder), CPU), tmp_path / "latest"
     _export(model, target, folder)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", fail)
-    assert _export(model, target, folder) is None
-    assert "No space left on device" in caplog.text
+    with files_of_at_most(room_bytes):
+        assert _export(model, target, folder) is None
+    assert "File too large" in caplog.text
     assert (target / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest"]
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from games_fixture import games_dir  # noqa: F401
 
 from accerl_mp.transport import ring_memory as at
 from accerl_mp.transport.ring import SharedRing
-from tests.fault_matrix import CELLS, EVENTS, REST, Cell, cells_of, exists, markdown
+from tests.fault_matrix import CELLS, EVENTS, REST, Cell, cells_of, markdown, marks_of
 from tests.light_run import LightRun
 from tests.poisoned_games import poison
 from tests.reported_failures import REPORTED
@@ -196,9 +197,11 @@ def nobodys(tmp_path: Path) -> Iterator[Callable[..., str]]:
     os.chown(folder, 65534, 65534)
     modules = os.pathsep.join(filter(None, (str(README.parent), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": modules, "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(folder)}
+    becomes = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    shows = shown_to_others([Path(sys.base_prefix), Path(sys.prefix), README.parent], tmp_path / "stage")
 
     def run(code: str) -> subprocess.CompletedProcess[str]:
-        command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", sys.executable, "-c", code, str(folder)]
+        command = [*shows, *becomes, sys.executable, "-c", code, str(folder)]
         return subprocess.run(command, cwd=README.parent, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
     def output_of(code: str) -> str:
@@ -207,11 +210,33 @@ def nobodys(tmp_path: Path) -> Iterator[Callable[..., str]]:
         return done.stdout
 
     try:
-        if run("import subprocess, sys, zmq, accerl_mp.topology; subprocess.run([sys.executable, '-c', ''], check=True)").returncode:
-            pytest.skip("nobody may not read this checkout or its Python")
+        probe = run("import subprocess, sys, zmq, accerl_mp.topology; subprocess.run([sys.executable, '-c', ''], check=True)")
+        if probe.returncode:
+            pytest.skip(f"nobody cannot use this checkout or its Python: {probe.stderr.strip()[-300:]}")
         yield output_of
     finally:
         shutil.rmtree(folder)
+
+
+def shown_to_others(folders: list[Path], stage: Path) -> list[str]:
+    """Words before a command; it then sees `folders` although one above them (such as /root) is shut.
+
+    In a mount namespace of its own an empty folder covers each one that is shut, with what is needed mounted in it again.
+    """
+    # Of several that are shut the topmost, which comes last.
+    shut = {folder: above for folder in folders for above in folder.parents if not above.stat().st_mode & 0o001}
+    if not shut:
+        return []
+    stage.mkdir()
+    lines = ["set -e"]
+    for number, folder in enumerate(shut):
+        (stage / str(number)).mkdir()
+        lines.append(f"mount --bind {shlex.quote(str(folder))} {shlex.quote(str(stage / str(number)))}")
+    lines += [f"mount -t tmpfs -o mode=755 tmpfs {shlex.quote(str(above))}" for above in set(shut.values())]
+    for number, folder in enumerate(shut):
+        there = shlex.quote(str(folder))
+        lines.append(f"(umask 022; mkdir -p {there}); mount --bind {shlex.quote(str(stage / str(number)))} {there}")
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", "\n".join([*lines, 'exec "$@"']), "sh"]
 
 
 def test_another_users_run_of_the_same_folder_name_is_not_touched(nobodys: Callable[..., str]) -> None:
@@ -270,6 +295,29 @@ def test_a_read_only_checkout_in_a_path_with_spaces_prepares_a_run_elsewhere(gam
         subprocess.run(["umount", str(checkout)], check=True)
 
 
+def test_in_a_container_whose_dev_shm_is_small_the_start_says_what_it_needs(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """docker gives 64 MiB by default; in a mount namespace of its own /dev/shm is as small."""
+    small = ["unshare", "--mount", "--propagation", "private", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
+    if os.getuid() != 0 or not shutil.which("unshare") or subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a tmpfs in a namespace of its own")
+    flags = ["--model-path", "accerl_mp/presets/demo_model", "--tw-game-dir", str(games_dir), "--log-dir", str(tmp_path / "a run")]
+    command = [*small, sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", str(tmp_path / "answer"), "--", *flags]
+    environment = os.environ | {"PYTHONPATH": str(README.parent), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "--replay-bytes", "104857600"],
+        cwd=README.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "/dev/shm has 64 MiB free, but the rings need" in done.stderr + done.stdout
+    assert "docker run --shm-size" in done.stderr + done.stdout
+    assert not (tmp_path / "a run").exists()
+
+
 # The table
 
 
@@ -277,8 +325,11 @@ def test_the_readmes_table_is_the_matrix() -> None:
     assert markdown() in README.read_text(), "PYTHONPATH=. python -m tests.fault_matrix"
 
 
-def test_every_cell_names_a_test_that_is_there() -> None:
-    assert [cell.test for cell in CELLS if not exists(cell, Path(__file__).parent)] == []
+def test_every_cell_names_a_test_that_is_there_and_says_when_it_is_played() -> None:
+    marks = {cell: marks_of(cell, Path(__file__).parent) for cell in CELLS}
+    assert [cell.test for cell in CELLS if marks[cell] is None] == []
+    chosen = [cell for cell in CELLS if "marked(cells_of" not in marks[cell]]  # those of this file have the marks of their cells
+    assert [cell.test for cell in chosen if ("mark.slow" in marks[cell]) != cell.is_slow] == []
     assert len(CELLS) >= 40
     assert len({cell.case for cell in CELLS}) == len(CELLS)
 

@@ -32,6 +32,7 @@ class ScriptedEngine:
         self.version = -1
         self.is_paused = False
         self.salts: list[str] = []
+        self.num_sampled = 0
         self._running: dict[str, dict[str, Any]] = {}
         self._waiting: list[dict[str, Any]] = []
         self._held = False
@@ -59,6 +60,7 @@ class ScriptedEngine:
         for request in list(self._running.values()):
             if self._random.random() < 0.8:
                 request["ids"].append(request["start"] + len(request["ids"]))
+                self.num_sampled += 1
                 request["logprobs"].append(float(self.version))
                 request["left"] -= 1
             if request["left"] == 0:
@@ -119,6 +121,7 @@ def test_no_token_is_lost_doubled_or_mislabelled(settings: dict[str, Any], seed:
         assert reply.finish_reason == "length"
         mixed += len(set(reply.versions)) > 1
     assert mixed >= 5, "pushes must hit replies in the middle"
+    assert engine.num_sampled == sum(len(reply.ids) for _, _, reply in replies), "no token was thrown away"
     assert not engine.is_paused
 
 

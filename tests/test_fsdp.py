@@ -65,7 +65,11 @@ def _train_half(ranks: Ranks, root: Path) -> None:
         config, steps = _case(root, name)
         for unsharded in (True, False):
             own = [step[ranks.rank :: 2] for step in steps]
+            before = ranks.num_collectives()
             trained = _trained(config, ranks, own, unsharded=unsharded)
+            count = ranks.num_collectives()
+            assert count > before + 10, "those of FSDP's hooks are among them"
+            assert ranks.maxima([count, -count]) == [count, -count], "whoever has begun fewer is behind"
             if ranks.rank == 0:
                 torch.save(trained, root / f"{name} {unsharded}.pt")
 

@@ -11,10 +11,10 @@ import tiny
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from trainer_cases import CPU, LAYOUTS, config_for, made_sample, made_samples, single_rank
+from trainer_cases import CPU, LAYOUTS, config_for, gathered, made_sample, made_samples, single_rank
 
 from accerl_mp.models.build import load_model, load_weights
-from accerl_mp.models.fsdp import set_last_micro_batch, shard
+from accerl_mp.models.fsdp import collect_gradients, set_last_micro_batch, shard
 from accerl_mp.trainer import head
 from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
 from accerl_mp.trainer.forward import micro_batch_forward
@@ -148,7 +148,7 @@ def test_a_head_that_is_more_than_a_matrix_stays_whole(scaling: torch.nn.Module,
 @pytest.mark.parametrize("unsharded", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_are_computed_again_from_sharded_weights(unsharded: bool, dtype: str, tmp_path: Path) -> None:
-    """Under FSDP2, which frees the head's whole weight between forward and backward unless `unsharded`; over two micro-batches.
+    """Under FSDP2, which frees the head's whole weight between forward and backward, and (`unsharded`) without; over two micro-batches.
 
     In bfloat16 a chunk's part of the weight's gradient is rounded before it is added: 2 % of the largest entry.
     """
@@ -164,7 +164,8 @@ def test_chunks_are_computed_again_from_sharded_weights(unsharded: bool, dtype: 
         for index, batch in enumerate(batches):
             set_last_micro_batch(model, index == 1, unsharded=unsharded)
             micro_batch_forward(model, batch, config).logprobs.mean().backward()
-        gradients.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+            collect_gradients(model)
+        gradients.append({name: gathered(parameter.grad) for name, parameter in model.named_parameters()})
     ranks.leave()
     chunked, whole = gradients
     tolerance = 1e-5 if dtype == "float32" else 2e-2

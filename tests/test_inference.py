@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
+import psutil
 import pytest
 import torch
 from engine_fixture import (  # noqa: F401 (fixtures)
@@ -72,6 +74,16 @@ ENGINE_FLAGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"infer_tp_size": 2, "enable_expert_parallel": True}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
 ]
 """(flags, what vLLM is started with) of the second inference process."""
+WHOLE_GRAPHS = [
+    ("0.24.0", "0", {"placement": "colocated"}, True),
+    ("0.24.0", "1", {"placement": "colocated"}, False),
+    ("0.24.0", "", {"placement": "colocated"}, False),
+    ("0.24.0", "0", {"placement": "dedicated", "infer_tp_size": 2}, False),
+    ("0.24.0", "0", {"placement": "dedicated", "enforce_eager": True}, False),
+    ("0.32.0", "0", {"placement": "dedicated"}, False),
+    ("0.24.0", "0", {"placement": "cpu"}, False),
+]
+"""(vLLM's version, VLLM_USE_V2_MODEL_RUNNER, flags, whether a step with prompts is one CUDA graph): only where it was seen to be right."""
 
 
 @pytest.mark.vllm
@@ -80,47 +92,25 @@ def test_vllm_is_started_with_what_the_flags_say(tmp_path: Path) -> None:
     base = {"placement": "cpu", "dtype": "auto", "seed": 7, "gpu_memory_utilization": 0.5, "model_path": str(tmp_path)}
     configs = [base | flags for flags, _ in ENGINE_FLAGS]
     program = (
-        "import json, sys; from accerl_mp.config import Config; from accerl_mp.inference.engine import engine_arguments;"
-        "print(json.dumps([engine_arguments(Config.from_flat(flags), 1) for flags in json.loads(sys.argv[1])]))"
+        "import json, os, sys, vllm; from accerl_mp.config import Config; from accerl_mp.inference.engine import engine_arguments\n"
+        "started = [engine_arguments(Config.from_flat(flags), 1) for flags in json.loads(sys.argv[1])]\n"
+        "whole = []\n"
+        "for version, runner, flags in json.loads(sys.argv[2]):\n"
+        "    vllm.__version__, os.environ['VLLM_USE_V2_MODEL_RUNNER'] = version, runner\n"
+        "    whole.append('compilation_config' in engine_arguments(Config.from_flat(flags), 1))\n"
+        "print(json.dumps([started, whole]))"
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-c", program, json.dumps(configs)]
+    whole = [(version, runner, base | flags) for version, runner, flags, _ in WHOLE_GRAPHS]
+    command = [sys.executable, "-c", program, json.dumps(configs), json.dumps(whole)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr[-2000:]
-    started = json.loads(done.stdout.splitlines()[-1])
+    started, takes_whole_graphs = json.loads(done.stdout.splitlines()[-1])
+    assert takes_whole_graphs == [expected for *_, expected in WHOLE_GRAPHS]
     for flags, (_, expected), got in zip(configs, ENGINE_FLAGS, started, strict=True):
-        assert {name: got[name] for name in expected} == expected
+        assert {name: got.get(name) for name in expected} == expected
         device = torch.device("cpu" if flags["placement"] == "cpu" else "cuda")
         assert getattr(torch, got["dtype"]) == compute_dtype(Config.from_flat(flags), device)
-
-
-GRAPHS = [
-    ("0.24.0", "0", 1, True),
-    ("0.24.0", "1", 1, False),
-    ("0.24.0", "", 1, False),
-    ("0.24.0", "0", 2, False),
-    ("0.32.0", "0", 1, False),
-]
-"""(vLLM, VLLM_USE_V2_MODEL_RUNNER, workers, whether steps with prompts are whole CUDA graphs)."""
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize(("version", "variable", "num_workers", "expected"), GRAPHS)
-def test_whole_graphs_are_taken_only_where_their_logprobs_were_seen_to_be_right(
-    version: str, variable: str, num_workers: int, expected: bool
-) -> None:
-    program = (
-        "import sys, vllm; vllm.__version__ = sys.argv[1]; from accerl_mp.config import Config; from accerl_mp.inference import engine;"
-        "flags = {'placement': 'dedicated', 'model_path': 'm', 'gpu_memory_utilization': 0.5, 'infer_tp_size': int(sys.argv[2])};"
-        "print(engine.engine_arguments(Config.from_flat(flags), 0).get('compilation_config'))"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
-    environment |= {"PYTHONPATH": str(Path(__file__).parent.parent), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment |= {"VLLM_USE_V2_MODEL_RUNNER": variable} if variable else {}
-    command = [sys.executable, "-c", program, version, str(num_workers)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == str({"cudagraph_mode": "FULL"} if expected else None)
 
 
 @pytest.mark.vllm
@@ -213,3 +203,21 @@ def _collect_tags(receiver: MetricsReceiver) -> dict[str, list[float]]:
             for tag, triple in record["values"].items():
                 tags[tag] = [old + new for old, new in zip(tags.get(tag, [0, 0, 0]), triple, strict=True)]
     return tags
+
+
+@pytest.mark.vllm
+def test_the_engine_leaves_its_core_to_others_while_it_waits(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    """Spinning, it would take all that it can get of a core; a third is far from both."""
+    children = {" ".join(child.cmdline()): child for child in psutil.Process(engine.popen.pid).children(recursive=True)}
+    core, worker = (next(child for name, child in children.items() if part in name) for part in ("EngineCore", "Worker"))
+    shares = []
+    for seed in range(3):
+        number = client.send(_prompt(seed), max_tokens=200)
+        time.sleep(0.05)
+        worker.suspend()
+        start, before = time.monotonic(), sum(core.cpu_times()[:2])
+        time.sleep(0.5)  # after a second without an answer it would sleep anyway
+        shares.append((sum(core.cpu_times()[:2]) - before) / (time.monotonic() - start))
+        worker.resume()
+        assert client.receive()["id"] == number
+    assert max(shares) < 1 / 3, shares

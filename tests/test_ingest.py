@@ -22,7 +22,7 @@ from sample_factory import assert_same, make_group
 from accerl_mp.config import Config, resolve
 from accerl_mp.ingest.admission import Admission, Progress, Supply
 from accerl_mp.ingest.balance import FlopsEstimate
-from accerl_mp.ingest.dealer import EVAL_BASE, MAX_STRIKES, Dealer, Schedule
+from accerl_mp.ingest.dealer import MAX_STRIKES, Dealer, Schedule
 from accerl_mp.ingest.evaluation import Evaluation
 from accerl_mp.ingest.restore import make_rings
 from accerl_mp.ingest.rings import Rings
@@ -31,7 +31,7 @@ from accerl_mp.rollout.collect import Deal, Group
 from accerl_mp.rollout.work import WorkClient
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
-from accerl_mp.transport.channels import MetricsReceiver
+from accerl_mp.transport.channels import EVAL_BASE, MetricsReceiver
 from accerl_mp.transport.codec import encode_group
 from accerl_mp.transport.health import Health, HealthTable
 from accerl_mp.transport.ring import RingReader, SharedRing

@@ -126,6 +126,28 @@ def test_versions_prints_the_stack() -> None:
     assert {"python", "torch", "transformers", "textworld", "pyzmq"} <= {line.split()[0] for line in done.stdout.splitlines()}
 
 
+def test_words_that_are_no_flags_hide_no_flag_that_cannot_work(tmp_path: Path) -> None:
+    words = "--modelpath m --batch-size abc --dtype fp8 --clip-eps 0 --tw-game-dir nothing --placement cpu"
+    done = launch(*words.split(), cwd=tmp_path, ACCERL_PYTHON=sys.executable)
+    assert done.returncode == 2
+    said = [line.removeprefix("- ").split()[0].strip(":") for line in done.stderr.splitlines()[1:]]
+    assert said == ["--batch-size", "--dtype", "--modelpath", "--clip-eps", "--tw-game-dir"], done.stderr
+
+
+def test_a_full_disk_is_said_before_anything_starts(tmp_path: Path) -> None:
+    """Files of at most 1 KiB: the tokenizer has no room."""
+    (tmp_path / "games").mkdir()
+    for name in ("a.z8", "a.json"):
+        (tmp_path / "games" / name).touch()
+    flags = ["--model-path", ROOT / "accerl_mp/presets/demo_model", "--tw-game-dir", tmp_path / "games", "--log-dir", tmp_path / "run"]
+    prepare = [sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", tmp_path / "answer", "--", *flags, "--placement", "cpu"]
+    words = ["bash", "-c", f"ulimit -f 1; exec {shlex.join(map(str, prepare))}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("launch.sh: nothing was started: [Errno 27] File too large")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.fixture
 def stub(tmp_path: Path) -> Path:
     folder = tmp_path / "stub dir"
@@ -351,6 +373,8 @@ def test_the_commands_of_the_summary_can_be_typed_where_launch_sh_was(tmp_path: 
     assert go_on == f"bash launch.sh --seed 1 --log-dir '{run}' --resume auto"
     (run / "command.txt").write_text(f"bash launch.sh --seed 1\n{go_on}\n")
     assert lines(called_from=ROOT, now_in=ROOT)[2] == go_on, "not longer each time"
+    (run / "command.txt").write_text("bash launch.sh --log-dir=a --seed 1 --resume auto --log-dir 'a run' --resume=elsewhere\n")
+    assert lines(called_from=ROOT, now_in=ROOT)[2] == go_on, "nor with two folders where the person named it"
     report, _, go_on = lines(called_from=tmp_path, now_in=tmp_path)
     assert report.startswith(f"PYTHONPATH={shlex.quote(str(ROOT))} ")
     assert go_on.startswith(f"bash {shlex.quote(f'{ROOT}/launch.sh')} --seed 1 ")

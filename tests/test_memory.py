@@ -44,11 +44,30 @@ def test_state_is_counted_exactly() -> None:
     assert plan.trainer["weights"] == 4 * number
     assert plan.trainer["AdamW"] == 8 * number
     assert plan.trainer["gradients"] == 4 * number
-    assert plan.trainer["whole weights and gradients of a step"] == 6 * number
+    assert plan.trainer["whole weights and gradients of a step"] == 10 * number  # a copy, and the gradients of four packs
     assert plan.vllm["weights"] == plan.vllm["staging"] == 2 * number
     assert plan.kv_cache_bytes == int(0.35 * H200) - sum(plan.vllm.values())
     assert plan.request_bytes == 2049 * 28 * 2 * 8 * 128 * 2
     assert plan.problems() == plan.warnings() == []
+
+
+WHOLE = "whole weights and gradients of a step"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "layers", "per_parameter"),
+    [
+        (1, "float32", 28, 0.0),  # computes with the masters, autograd adds to their gradients
+        (2, "bfloat16", 28, 6.0),
+        (1, "bfloat16", 200, 6.0),  # 3.3 B parameters: no room for gradients that wait, FSDP2's units
+        (1, "bfloat16", 400, 2 * 6.0 / 400),  # a layer at a time
+    ],
+)
+def test_what_a_step_holds_follows_from_how_the_model_is_held(ranks: int, dtype: str, layers: int, per_parameter: float) -> None:
+    model = _model(num_hidden_layers=layers)
+    number = sum(parameter.numel() for parameter in model.parameters())
+    got = plan_memory(model, _config(fsdp_world_size=ranks, dtype=dtype), H200).trainer[WHOLE]
+    assert got == int(per_parameter * number)
 
 
 def test_more_ranks_and_a_part_that_trains_need_less() -> None:

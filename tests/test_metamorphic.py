@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from torch.distributed.tensor import DTensor
-from trainer_cases import LAYOUTS, config_for, made_samples, run_ranks, sharded_model, single_rank
+from trainer_cases import LAYOUTS, config_for, gathered, made_samples, run_ranks, sharded_model, single_rank
 
 from accerl_mp.config import Config
 from accerl_mp.samples import RLSample
@@ -42,7 +41,7 @@ def take_step(config: Config, ranks: Ranks, micro_batches: list[list[RLSample]])
 
     def take() -> None:
         for name, parameter in model.named_parameters():
-            taken[name] = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            taken[name] = gathered(parameter.grad)
 
     stepper.optimizer.step = take  # type: ignore[method-assign,assignment]
     local = LocalTotals.of([sample for batch in micro_batches for sample in batch])

@@ -1,6 +1,5 @@
-"""Faults planted on the wire and after it, each named; salts; several inference processes; pushes by the hundred."""
+"""Faults planted on the wire and after it, each named; salts; several inference processes."""
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -8,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from engine_fixture import (
-    VOCABULARY,
     InferenceRun,
     RequestClient,
     client,  # noqa: F401
@@ -22,8 +19,7 @@ from engine_fixture import (
     start_inference,
     wait_until,
 )
-from push_load import Load, logprobs_of_replies, prompt_of, push_under_load, train_only
-from tiny import build_tiny
+from push_load import Load, logprobs_of_replies, prompt_of, train_only
 
 from accerl_mp.models.names import manifest
 from accerl_mp.models.units import Whole, iter_units, iter_weights
@@ -185,46 +181,6 @@ def test_half_of_a_fused_layer_is_pushed_with_the_other_half(engine: InferenceRu
     assert report.verified
     prompt = prompt_of(78)
     assert client.ask(prompt, max_tokens=12, temperature=0.0)["ids"].tolist() == greedy_of(engine.model, prompt, 12)
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_hundred_pushes_lose_double_and_mislabel_no_token_and_leave_memory_flat(engine: InferenceRun) -> None:  # noqa: F811
-    push_under_load(engine, "model.norm", num_pushes=200)
-    # Without requests: they touch pages of the KV cache for the first time, which looks like growth.
-    _assert_flat(engine, "model.norm", trainable_only=True)
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("staging", ["on", "off"])
-def test_a_hundred_pushes_of_a_whole_model_leave_memory_flat(tmp_path: Path, staging: str) -> None:
-    """8 MiB a push: one that is kept in twelve is seen. Slower growth is not: readings move by 15 to 20 MiB here."""
-    model = build_tiny(vocab_size=VOCABULARY, intermediate_size=10240)
-    with contextlib.closing(InferenceRun(tmp_path, model, sync_staging=staging, sync_bucket_mb=1)) as run:
-        run.connect()
-        run.push(0)
-        assert sum(parameter.nbytes for parameter in model.parameters()) > 6 << 20
-        for _ in range(10):
-            run.push(run.sync._version + 1)
-        _assert_flat(run, "", trainable_only=False, most_mib=64)
-
-
-def _assert_flat(run: InferenceRun, part: str, *, trainable_only: bool, most_mib: float = 8) -> None:
-    before = _memory(run)
-    for _ in range(100):
-        train_only(run.model, part)
-        run.push(run.sync._version + 1, trainable_only=trainable_only)
-    grown = {name: (size - before[name]) / 2**20 for name, size in _memory(run).items()}
-    assert max(grown.values()) < most_mib, f"MiB more after 100 pushes: {grown}"
-
-
-def _memory(run: InferenceRun) -> dict[str, int]:
-    """Resident bytes of vLLM's processes and of this one, which is the trainer here."""
-    processes = [psutil.Process(), psutil.Process(run.popen.pid), *psutil.Process(run.popen.pid).children(recursive=True)]
-    return {f"{process.pid} {process.name()}": process.memory_info().rss for process in processes}
 
 
 @pytest.mark.vllm

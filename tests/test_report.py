@@ -22,6 +22,9 @@ from accerl_mp.tools import report
 from accerl_mp.tools.report_charts import BOTTOM, HEIGHT, LEFT, MAX_POINTS, RIGHT, TOP, WIDTH, Chart, draw, shown, thinned
 from accerl_mp.tools.report_episodes import as_data, chosen, fitting
 from accerl_mp.tools.run_folder import RunFolder
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.health import FAILURE_FILE
 
 FINISHED = Path(__file__).parent / "finished_run"
 ATTACK = '</script><img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>&lt;b&gt;' + 150 * "w"
@@ -148,6 +151,11 @@ def test_a_run_that_has_nothing_yet_has_a_page_too(tmp_path: Path) -> None:
     page = Page(report.build(RunFolder(tmp_path)))
     assert page.data == {"geometry": {"left": LEFT, "right": RIGHT, "width": WIDTH}, "charts": [], "episodes": []}
     assert any("had not ended" in text for text in page.texts["p"])
+    RunPaths(tmp_path).stop.touch()
+    assert any("was stopped on request" in text for text in Page(report.build(RunFolder(tmp_path))).texts["p"])
+    PeerLost("rollout/0", 1, "rollout-0.log", "it broke").save(tmp_path / FAILURE_FILE)
+    said = Page(report.build(RunFolder(tmp_path))).texts["p"]
+    assert any("The run has failed: lost rollout/0" in text and "it broke" in text for text in said)
 
 
 def test_settings_of_another_version_are_shown_all_the_same(run_dir: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed.checkpoint as dcp
-from trainer_cases import config_for, made_samples, run_ranks, sharded_model, single_rank
+from trainer_cases import config_for, gathered, made_samples, run_ranks, sharded_model, single_rank
 
 from accerl_mp import checks, recovery
 from accerl_mp.config import resolve
@@ -152,7 +152,7 @@ def _train(stepper: Stepper, ranks: Ranks, step: int) -> None:
 def _describe(ranks: Ranks, stepper: Stepper, file: Path) -> None:
     """What is there, and what one more step makes of it."""
     digest, entries = weights_digest(stepper._model), list(stepper.optimizer.state.values())
-    moments = [float(sum(entry[key].sum().full_tensor() for entry in entries)) for key in ("exp_avg", "exp_avg_sq")]
+    moments = [float(sum(gathered(entry[key].sum()) for entry in entries)) for key in ("exp_avg", "exp_avg_sq")]
     counts = sorted({float(entry["step"]) for entry in entries})
     _train(stepper, ranks, 3)
     after = {name: tensor.clone() for name, tensor in iter_weights(stepper._model, trainable_only=False, dtype=None)}
@@ -298,6 +298,8 @@ def test_a_run_is_started_again_for_a_dead_rank_and_not_for_ever() -> None:
     assert restart_refusal(rank, num_restarts=0, most=0, has_trained=True) == ""
     assert restart_refusal(rank, num_restarts=1, most=1, has_trained=True) == "--max-trainer-restarts 1 is used up"
     assert restart_refusal(rank, num_restarts=1, most=3, has_trained=True) is None
+    wrong = PeerLost("trainer/1", None, "log", "WrongWeights: push 3 at inference/0, worker 0: tensor x arrived damaged")
+    assert "WrongWeights: the run is not started again" in restart_refusal(wrong, num_restarts=0, most=3, has_trained=True)
     assert "died again before a round was trained" in restart_refusal(rank, num_restarts=1, most=3, has_trained=False)
 
 

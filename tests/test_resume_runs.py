@@ -14,10 +14,14 @@ import pytest
 from games_fixture import games_dir  # noqa: F401
 
 from accerl_mp import recovery
+from accerl_mp.launcher.sweep import leftovers
 from accerl_mp.topology import RunPaths
 from accerl_mp.trainer.recording import load_step, recorded_shape
-from accerl_mp.transport.health import HealthTable
+from accerl_mp.transport.board import Board
+from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.health import FAILURE_FILE, HealthTable
 from accerl_mp.transport.saved_ring import unpack_rank
+from tests.small_disk import SmallDisk
 
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parent.parent
@@ -33,8 +37,8 @@ FLAGS = f"""
 class Launched:
     """`start` is what launch.sh does: prepare, then the launcher."""
 
-    def __init__(self, folder: Path, games: Path) -> None:
-        self.paths, self._games, self._output = RunPaths(folder / "run"), games, folder / "output.txt"
+    def __init__(self, folder: Path, games: Path, run_dir: Path | None = None) -> None:
+        self.paths, self._games, self._output = RunPaths(run_dir or folder / "run"), games, folder / "output.txt"
         self.popen: subprocess.Popen | None = None
 
     def start(self, *flags: str) -> None:
@@ -79,6 +83,14 @@ class Launched:
     def pid_of(self, name: str) -> int:
         table = HealthTable.attach(self.paths.health)
         return int(table.word(table.row_of(name), "pid"))
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far; 0 while the run is being started again."""
+        try:
+            return Board.attach(self.paths.board).get("optimizer_step")
+        except FileNotFoundError:
+            return 0
 
     @property
     def states(self) -> list[Path]:
@@ -158,6 +170,65 @@ def test_a_run_whose_trainer_rank_is_killed_starts_again_by_itself(run: Launched
     assert [line["Run/TrainerRestarts"] for line in run.metrics if "Run/TrainerRestarts" in line][-1] == 1
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    (tmp_path / "disk").mkdir()
+    small = SmallDisk(tmp_path / "disk", size="96m")
+    if not small.is_mounted:
+        pytest.skip("no right to mount a tmpfs")
+    yield small
+    small.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_whose_trainer_rank_is_killed_while_the_disk_is_full_starts_again(
+    rank: int,
+    tmp_path: Path,
+    games_dir: Path,  # noqa: F811
+    disk: SmallDisk,
+) -> None:
+    """Who died and what the next start goes on from are noted without a byte of room. Only the recorded samples lie elsewhere."""
+    run = Launched(tmp_path, games_dir, run_dir=disk.folder / "run")
+    run.paths.samples.parent.mkdir()
+    (tmp_path / "samples").mkdir()
+    run.paths.samples.symlink_to(tmp_path / "samples")
+    try:
+        run.start()
+        run.wait_for(lambda: len(run.states) >= 1)
+        with disk.full():
+            os.kill(run.pid_of(f"trainer/{rank}"), signal.SIGKILL)
+            run.wait_for(lambda: "starts the run again (restart 1 of 1) from step-" in run.text)
+            saved = recovery.Start.load(run.paths.resume).saved
+            assert saved is not None
+            run.wait_for(lambda: run.step > saved.step)
+        assert run.wait() == 0, run.text
+        assert f"lost trainer/{rank}" in run.text
+        check_episodes(run)
+        books = json.loads((run.paths.run_dir / "books.json").read_text())
+        assert (books["groups"]["imbalance"], books["samples"]["imbalance"]) == (0, 0)
+    finally:
+        run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_reaches_the_others_collective_is_named(run: Launched, rank: int) -> None:
+    """Both stand still by then, and the one that is innocent may have done so for longer."""
+    run.start("--max-trainer-restarts", "0", "--step-timeout-s", "30")  # torch takes its time to be imported, and nobody moves meanwhile
+    run.wait_for(lambda: run.step >= 1)
+    (run.paths.run_dir / f"stick-{rank}").touch()
+    assert run.wait() == 1, run.text
+    lost = PeerLost.load(run.paths.run_dir / FAILURE_FILE)
+    assert lost.role == f"trainer/{rank}", run.text
+    assert "--step-timeout-s" in lost.detail
+    assert f"lost trainer/{rank}" in run.text, "on the terminal"
+    for index in range(2):
+        assert "in run" in run.paths.log("trainer", index).read_text(), "the stacks of both"
+    assert "tests/fake_run.py" in run.paths.log("trainer", rank).read_text()
+    assert leftovers(run.paths) == []
+
+
 @pytest.mark.slow
 def test_a_trainer_that_dies_at_once_again_and_again_is_given_up(run: Launched) -> None:
     run.start("--max-trainer-restarts", "3")
@@ -168,6 +239,22 @@ def test_a_trainer_that_dies_at_once_again_and_again_is_given_up(run: Launched) 
         run.wait_for(lambda pid=pid: run.popen.poll() is not None or not run.paths.health.exists())
     assert run.wait() == 1, run.text
     assert "died again before a round was trained: it is not started again" in run.text
+
+
+@pytest.mark.slow
+def test_a_run_that_gives_up_on_a_role_saves_its_state_and_goes_on_later(run: Launched) -> None:
+    run.start("--max-restarts", "0", "--resume-every-rounds", "0")
+    run.wait_for(lambda: run.step >= 3)
+    os.kill(run.pid_of("rollout/0"), signal.SIGKILL)
+    assert run.wait() == 1, run.text
+    assert "lost rollout/0 (exit code -9)" in run.text
+    assert "--max-restarts 0 is used up" in run.text
+    assert len(run.states) == 1
+    assert 3 <= recovery.SavedState.open(run.states[0]).step < NUM_STEPS
+    assert leftovers(run.paths) == []
+    run.start("--resume", "auto")
+    assert run.wait() == 0, run.text
+    check_episodes(run)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from accerl_mp.rollout.worker import Worker
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport import sockets
 from accerl_mp.transport.board import Board
-from accerl_mp.transport.channels import MAX_UNACKED, MetricsReceiver
+from accerl_mp.transport.channels import EVAL_BASE, MAX_UNACKED, MetricsReceiver
 from accerl_mp.transport.errors import EXIT_GAME_HUNG, Closed, DeadlineExpired
 from accerl_mp.transport.health import Health, HealthTable
 from accerl_mp.transport.process import Process
@@ -115,10 +115,11 @@ def test_a_lost_request_is_submitted_again_at_its_deadline(paths: RunPaths) -> N
 
 def test_a_replica_that_never_answers_ends_the_wait_by_name(paths: RunPaths) -> None:
     inference = FakeInference(paths, lambda _request, _number: None).start()
-    with pytest.raises(DeadlineExpired, match=r"inference/0 to reply to episode 0.*--request-timeout-s"):
-        generate(paths, timeout_s=0.3)
+    for episode_id, named in ((0, "episode 0"), (EVAL_BASE + 2 * 10**6, "an evaluation")):
+        with pytest.raises(DeadlineExpired, match=rf"inference/0 to reply to {named}.*--request-timeout-s"):
+            generate(paths, timeout_s=0.3, episode_id=episode_id)
     inference.stop()
-    assert len(inference.requests) == 3
+    assert len(inference.requests) == 6
 
 
 def test_a_dying_engines_error_is_not_the_end_but_a_refusal_is(paths: RunPaths) -> None:

@@ -244,8 +244,8 @@ def test_a_round_is_written_to_both_files_and_said(tmp_path: Path) -> None:
     assert line["Rollout/EpisodesPerSec"] == 0.4
     assert line["Time/trainer/wait"] == 0.61
     assert lines == [
-        "round 12  step 24  version 12  win 0.75 (last 4)  12.3 samples/s  3,210 tok/s  lag 1.2"
-        "  | generation-bound: trainer waited 61 %; raise --infer-size or --max-policy-lag"
+        "round 12  step 24  win 0.75 (last 4)  12.3 samples/s  3,210 tok/s  lag 1.2\n"
+        "  generation-bound: trainer waited 61 %; raise --infer-size or --max-policy-lag"
     ]
     for tag in set(line) - {"step", "version", "time"}:
         assert scalars_of(tmp_path, tag) == [(24, pytest.approx(line[tag], rel=1e-6))], tag
@@ -324,10 +324,12 @@ def test_the_first_round_starts_with_the_first_weights(tmp_path: Path) -> None:
     collector.take(values("inference/0", values={"Time/inference/start": (50.0, 1, 50.0)}), 50.0)
     for now in (60.0, 62.0):
         collector.start_clock(now)
+    collector.take(values("inference/0", values={"Time/inference/start": (15.0, 1, 15.0)}), 70.0)
     collector.take(round_record(1, 0), 70.0)
     collector.close_due(71.0)
     files.close()
     assert read_status(tmp_path)["training_s"] == 10.0
+    assert lines_of(tmp_path)[0]["Time/inference/start"] == 0.75, "of the 20 s since its report before"
 
 
 def test_curves_over_tokens_and_samples_have_their_own_x_axis(tmp_path: Path) -> None:
@@ -527,19 +529,19 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
         ),
         (
             Situation(trainer_wait=0.5, rollout_reply=0.2, rollout_own=0.72),
-            "env-bound: trainer waited 50 %, rollouts spent 72 % in game steps and prompts; raise --num-rollout-workers",
+            "env-bound: trainer waited 50 %, games took 72 %; raise --num-rollout-workers",
         ),
         (
             Situation(trainer_wait=0.3, trainer_push=0.41, rollout_reply=0.6),
-            "sync-bound: pushes took 41 % of the trainer's time; raise --sync-every-optimizer-steps",
+            "sync-bound: pushes took 41 % of the time; raise --sync-every-optimizer-steps",
         ),
         (
             Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66),
-            "admission-bound: trainer waited 40 %, rollouts waited 66 % for work; raise --max-policy-lag",
+            "admission-bound: trainer waited 40 %, rollouts 66 %; raise --max-policy-lag",
         ),
         (
             Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66, has_lag_limit=False, ring_fill=0.9),
-            "admission-bound: trainer waited 40 %, rollouts waited 66 % for work; raise --replay-capacity",
+            "admission-bound: trainer waited 40 %, rollouts 66 %; raise --replay-capacity",
         ),
         (
             Situation(trainer_wait=0.72, rollout_reply=0.43, rollout_work=0.51, has_lag_limit=False, ring_fill=0.18),
@@ -547,35 +549,37 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
         ),
         (
             Situation(trainer_wait=0.67, rollout_reply=0.2, rollout_own=0.49, rollout_work=0.24),
-            "env-bound: trainer waited 67 %, rollouts spent 49 % in game steps and prompts; raise --num-rollout-workers",
+            "env-bound: trainer waited 67 %, games took 49 %; raise --num-rollout-workers",
         ),
         (
             Situation(trainer_wait=0.4),
-            "rollout-bound: trainer waited 40 %, rollouts have not said for what; raise --num-rollout-workers or --infer-size",
+            "rollout-bound: trainer waited 40 %; raise --num-rollout-workers or --infer-size",
         ),
         (
             Situation(trainer_wait=0.1, trainer_other=0.5),
-            "neither: evaluation and exports held the trainer for 50 %; lower --eval-episodes-per-game",
+            "neither: evaluation and exports took 50 %; lower --eval-episodes-per-game",
         ),
         (
             Situation(trainer_wait=0.7, rollout_reply=0.6, is_synchronous=True),
-            "synchronous: trainer waited 70 %, by --synchronous; leave it out to generate while training",
+            "synchronous: trainer waited 70 %; leave out --synchronous to generate meanwhile",
         ),
     ],
 )
 def test_the_sentence_names_what_bounds_the_run_and_the_flag(now: Situation, expected: str) -> None:
     assert bottleneck(now) == expected
+    assert len(expected) < 88, "a line of a terminal"
 
 
 def test_every_flag_that_a_sentence_names_exists() -> None:
-    shares = [0.0, 0.3, 0.6, 0.9]
+    shares = [0.0, 0.3, 0.6, 0.9, 1.0]
     flags = set(Config().to_flat())
     for placement in ("cpu", "colocated", "dedicated"):
         for wait in shares:
             for work in shares:
-                now = Situation(trainer_wait=wait, trainer_push=0.9 - wait, rollout_own=work, rollout_work=0.9 - work, placement=placement)
+                now = Situation(trainer_wait=wait, trainer_push=1.0 - wait, rollout_own=work, rollout_work=1.0 - work, placement=placement)
                 named = [word.strip(",;") for word in bottleneck(now).split() if word.startswith("--")]
                 assert named
+                assert len(bottleneck(now)) < 88, "a line of a terminal"
                 assert all(word[2:].replace("-", "_") in flags for word in named), named
 
 
@@ -657,7 +661,7 @@ def test_the_process_writes_rounds_and_a_killed_one_is_replaced(tmp_path: Path) 
     assert [event.tensor_proto.string_val[0] for event in accumulator.Tensors("Episodes/train")] == [b"an episode"]
     status = read_status(tmp_path)
     assert (status["step"], status["round"], status["restarts"], status["eval_first"]["win_rate"]) == (49, 49, 2, 0.5)
-    assert b"round 49  step 49  version 49" in said
+    assert b"round 49  step 49  win" in said
     assert b"evaluation at step 1, version 1: win 0.50" in said
 
 

@@ -46,7 +46,7 @@ def test_it_says_how_far_the_run_is_and_whom_it_waits_for(table: HealthTable, bo
     with trainer.waiting("ring/0 to hold the samples of an optimizer step", 0):
         assert "waits" not in describe(table.snapshot(), board), "a short wait is no news"
         monkeypatch.setattr("accerl_mp.launcher.status_line._SHORT_S", -1.0)
-        assert "trainer/0 waits for ring/0 to hold the samples of an optimizer step (0 s)" in describe(table.snapshot(), board)
+        assert "trainer/0 waits 0 s for ring/0 to hold the samples of an optimizer step" in describe(table.snapshot(), board)
 
 
 def test_a_respawned_process_does_not_bring_the_start_back(table: HealthTable, board: Board) -> None:

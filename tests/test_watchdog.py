@@ -8,7 +8,7 @@ import time
 import pytest
 
 from accerl_mp.config import Config
-from accerl_mp.launcher.watchdog import Stall, Watchdog, blame, process_state
+from accerl_mp.launcher.watchdog import Stall, Watchdog, process_state
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.health import STATES, Health, HealthTable
 
@@ -143,8 +143,31 @@ def test_of_ranks_that_stand_still_the_one_that_waits_for_nobody_is_to_blame() -
     scene.table.write_wait(scene.table.row_of("trainer/0"), "all trainer ranks", "", scene.now, 0.0)
     stalls = scene.pass_time(60, no_tick=("trainer/0", "trainer/1"))
     assert {stall.name for stall in stalls} == {"trainer/0", "trainer/1"}
-    assert blame(stalls).name == "trainer/1"
-    assert blame([stall for stall in stalls if stall.name == "trainer/0"]).name == "trainer/0"
+    assert scene.watchdog.blame(stalls).name == "trainer/1"
+    assert scene.watchdog.blame([stall for stall in stalls if stall.name == "trainer/0"]).name == "trainer/0"
+
+
+@pytest.mark.parametrize("has_stood_longer", ["trainer/0", "trainer/1"])
+def test_of_ranks_that_stand_still_the_one_that_has_begun_fewer_collectives_is_to_blame(has_stood_longer: str) -> None:
+    """In a step ranks say nothing: the one that waits in a collective may be the first, or for a moment the only one, over the limit."""
+    scene = Scene()
+    for name, reached in (("trainer/0", 8), ("trainer/1", 7)):
+        scene.table.set_word(scene.table.row_of(name), "reached", reached)
+    assert scene.pass_time(1, no_tick=(has_stood_longer,)) == []
+    stalls = scene.pass_time(60, no_tick=("trainer/0", "trainer/1"))
+    assert [stall.name for stall in stalls] == [has_stood_longer]
+    guilty = scene.watchdog.blame(stalls)
+    assert (guilty.name, guilty.pid, guilty.flag) == ("trainer/1", os.getpid(), "--step-timeout-s")
+    assert 38 < guilty.silent_s < 42
+    assert "has not begun the collective in which another rank waits for it (--step-timeout-s)" in str(guilty)
+
+
+def test_a_rank_without_a_heartbeat_is_to_blame_whatever_it_has_begun() -> None:
+    scene = Scene()
+    for name, reached in (("trainer/0", 7), ("trainer/1", 8)):
+        scene.table.set_word(scene.table.row_of(name), "reached", reached)
+    stalls = scene.pass_time(60, no_beat=("trainer/1",))
+    assert scene.watchdog.blame(stalls).name == "trainer/1"
 
 
 def test_a_process_that_a_debugger_traces_is_left_alone_and_a_stopped_one_is_called_so() -> None:

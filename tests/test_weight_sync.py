@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -31,12 +32,14 @@ from engine_fixture import (
 )
 from push_load import assert_greedy_equal, prompt_of, push_under_load, train_only
 from tiny import build_tiny
+from trainer_cases import run_ranks
 
 from accerl_mp.config import Config
 from accerl_mp.models.fsdp import shard
 from accerl_mp.models.names import manifest
 from accerl_mp.models.units import iter_weights
 from accerl_mp.topology import RunPaths
+from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import DeadlineExpired, PeerLost
 from accerl_mp.transport.health import Health, HealthTable
@@ -45,7 +48,7 @@ from accerl_mp.weight_sync import patience, sender
 from accerl_mp.weight_sync.aside import Aside
 from accerl_mp.weight_sync.buckets import BucketSender, make_buffers
 from accerl_mp.weight_sync.group import GroupAddress, IpcGroup, WeightGroup, join_group, open_store
-from accerl_mp.weight_sync.incoming import Staging
+from accerl_mp.weight_sync.incoming import Incoming, Staging
 from accerl_mp.weight_sync.layout import checksum, find_runs, iter_messages, plan_layout
 from accerl_mp.weight_sync.protocol import GroupBroken, SyncError, WrongWeights
 from accerl_mp.weight_sync.sender import WeightSync
@@ -120,6 +123,51 @@ def test_tensors_of_odd_sizes_arrive_as_they_were(bucket_bytes: int, chosen: lis
             assert torch.equal(came[str(index)], tensor)
         elif is_whole:
             assert not came[str(index)].any()
+
+
+def test_gloo_leaves_the_cores_to_generation() -> None:
+    """Its threads are the wire: each waits behind whatever generates or trains in the same process."""
+    own, before = os.getpriority(os.PRIO_PROCESS, 0), set(os.listdir("/proc/self/task"))
+    groups = _two_ranks(10)
+    levels = [os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in set(os.listdir("/proc/self/task")) - before]
+    assert sum(level > own for level in levels) >= 2 * len(groups), "a loop and a worker for each end"
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_push_begins_only_once_the_one_before_is_taken(is_whole: bool) -> None:
+    store, port = open_store(2, 10)
+    address = GroupAddress(backend="gloo", port=port, world_size=2, timeout_s=10)
+    incoming, tensor, loaded = Incoming(CPU), torch.arange(24.0), list[str]()
+    incoming.staging = Staging([("tensor", (24,), "float32")], 64, is_whole=is_whole, device=CPU)
+
+    def begin(version: int) -> None:
+        incoming.start_receive(version, [(0, 1)], lambda weights: loaded.extend(name for name, _ in weights), with_sums=True)
+
+    def refused(version: int, state: str) -> None:
+        with pytest.raises(RuntimeError, match=f"push {version} cannot begin: this worker is {state}"):
+            begin(version)
+
+    refused(0, "idle")
+    incoming.start_connect(address, 1)
+    front = join_group(address, 0, CPU, store)
+    wait_until(lambda: incoming.report()["state"] == "ready")
+    for version in (0, 1):
+        begin(version)
+        refused(version + 1, "receiving")
+        for message in (slice(0, 64), slice(64, 96)):
+            front.send(tensor.view(torch.uint8)[message])
+        wait_until(lambda: incoming.report()["state"] == "received")
+        refused(version + 1, "received")
+        with pytest.raises(RuntimeError, match=f"push {version + 1} has not arrived: this worker is received with {version}"):
+            incoming.take(version + 1)
+        assert incoming.checksums() == {"tensor": checksum(tensor)}
+        weights = incoming.take(version)
+        assert (weights is None) is not is_whole
+        assert [torch.equal(view, tensor) for _, view in weights or []] == [True] * is_whole
+    assert loaded == [] if is_whole else ["tensor"] * 2
+    incoming.abort()
+    refused(2, "failed the push was given up")
 
 
 class MappedGroup(IpcGroup):
@@ -270,6 +318,41 @@ def test_which_failures_begin_a_push_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert not late.allows(GroupBroken("closed"))
     late.reset()
     assert late.allows(GroupBroken("closed"))
+
+
+def _fail_on_rank(ranks: Ranks, run_dir: Path, kind: type[SyncError]) -> None:
+    process = trainer_process(RunPaths(run_dir), ranks.rank)
+    options: Any = {"dtype": torch.float32, "forced_logprobs": lambda ids: np.zeros(len(ids))}
+    sync = WeightSync(process, build_tiny(), rank=ranks.rank, world_size=2, **options)
+
+    def verify() -> int:
+        raise kind("push 3 at inference/0, worker 0: tensor x arrived damaged")
+
+    with pytest.raises(SyncError) as raised:
+        sync._together("verify push 3", verify)
+    if ranks.rank == 0:
+        time.sleep(0.5)
+        process.health.fail(raised.value)
+    table = process.health.table
+    (run_dir / f"{ranks.rank}.txt").write_text(f"{table.read(table.row_of('trainer/0')).state}, {raised.type.__name__}: {raised.value}")
+    sync.close()
+
+
+@pytest.mark.parametrize("kind", [WrongWeights, SyncError])
+def test_all_ranks_fail_alike_and_the_one_that_knows_why_first(tmp_path: Path, kind: type[SyncError]) -> None:
+    """The rank that fails first is named to people, and decides whether the run starts again: not with wrong weights."""
+    paths = RunPaths(tmp_path / "run")
+    (paths.run_dir / "logs").mkdir(parents=True)
+    Config().save(paths.args)
+    board, table = Board.create(paths.board), HealthTable.create(paths.health, ["trainer/0", "trainer/1", "inference/0"])
+    try:
+        run_ranks(_fail_on_rank, 2, paths.run_dir, kind)
+        said = [(paths.run_dir / f"{rank}.txt").read_text() for rank in range(2)]
+        assert said[0].endswith(f"{kind.__name__}: push 3 at inference/0, worker 0: tensor x arrived damaged")
+        assert said[1] == f"failed, {kind.__name__}: trainer/0 could not verify push 3; its log says why"
+    finally:
+        board.unlink()
+        table.unlink()
 
 
 def test_a_swap_that_does_not_notice_the_end_keeps_its_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

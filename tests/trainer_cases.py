@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
 
 from accerl_mp.config import Config
 from accerl_mp.models.build import compute_dtype, load_model, load_weights
@@ -95,6 +96,11 @@ def sharded_model(config: Config) -> torch.nn.Module:
     load_weights(model, Path(config.model.model_path), CPU)
     assert chunk_head(model, CPU)
     return model
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """Collective where several ranks have shards of it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def train_steps(

@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from accerl_mp.config import Config
 from accerl_mp.inference.order import OutputOrder
 from accerl_mp.inference.replies import EngineLost, Generation
-from accerl_mp.inference.supported import OLDER_RUNNER, has_measured_runner, warning_of
+from accerl_mp.inference.supported import warning_of
 from accerl_mp.model_folder import CPU_KV_CACHE_GIB
 
 _BLOCK_SIZE = {"cpu": 32, "gpu": 64}
@@ -35,7 +35,8 @@ four times as many blocks to hash (75 us for 1,000 tokens in blocks of 16, 27 in
 
 _GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, 2049, 128))
 """Tokens of a step that has a CUDA graph. vLLM's own end at twice --vllm-max-num-seqs, so that a step with a new turn's prompt in it has
-none; where many episodes play that is nearly every step. FlashAttention's buffers for split keys go with the largest (models/memory.py)."""
+none; where many episodes play that is nearly every step, and one took 38 ms with a model of 135M on an H200. Above 2,048 tokens
+FlashAttention's buffers for split keys, which go with them, would take gigabytes of a large model's memory."""
 
 _STOP_S = 1.0
 """Grace of vLLM's processes at the end. They have nothing to save, and left alone they take 6 s to take themselves apart."""
@@ -247,19 +248,17 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
     if inference.kv_cache_gib:  # vLLM then measures nothing, which a trainer on the same card would disturb
         arguments["kv_cache_memory_bytes"] = int(inference.kv_cache_gib * 2**30)
     if not arguments["enforce_eager"]:
-        most_tokens = arguments["max_num_batched_tokens"]
-        arguments["cudagraph_capture_sizes"] = [size for size in _GRAPH_SIZES if size <= most_tokens]
+        arguments["cudagraph_capture_sizes"] = [size for size in _GRAPH_SIZES if size <= arguments["max_num_batched_tokens"]]
         if _takes_whole_graphs(inference.infer_tp_size):
             arguments["compilation_config"] = {"cudagraph_mode": "FULL"}
     return arguments | {"gpu_memory_utilization": inference.gpu_memory_utilization}
 
 
-def _takes_whole_graphs(num_workers: int) -> bool:
-    """Whether steps with prompts in them may be whole CUDA graphs (where attention cannot, vLLM falls back by itself).
+def _takes_whole_graphs(tp_size: int) -> bool:
+    """CUDA graphs of whole steps, those with prompts in them included, where attention allows it (FlashAttention 3; else vLLM falls back).
 
-    vLLM's default breaks such a step at every attention: 60 launches from Python and as many small graphs. With 135M parameters and 128
-    episodes it took 18 ms, whole and by the older of 0.24's model runners 9 (one H200, bench/engine_loop.py). The newer runner's whole
-    graphs give wrong logprobs with prompts of 2,000 tokens: 5 % of them off by over 10 nats. Measured with one worker of 0.24 alone.
+    vLLM's default breaks a step with a prompt at every attention: 60 launches from Python and as many small graphs. Whole ones are right
+    with the older model runner of 0.24. With the newer one the logprobs of 2,000-token prompts under load were off by up to 19 nats
+    (bench/engine_loop.py compares them with each request alone), so nothing that was not measured gets them.
     """
-    is_older = getattr(vllm.envs, OLDER_RUNNER, None) is False  # the variable as this process has it
-    return is_older and has_measured_runner(vllm.__version__, num_workers)
+    return vllm.__version__.startswith("0.24.") and tp_size == 1 and getattr(vllm.envs, "VLLM_USE_V2_MODEL_RUNNER", None) is False

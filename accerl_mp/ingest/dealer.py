@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-EVAL_BASE = 1 << 40
-"""Group and episode ids of evaluations begin here; those of training count up from 0."""
+from accerl_mp.transport.channels import EVAL_BASE
+
 EVAL_STRIDE = 1 << 20
 MAX_STRIKES = 3
 """Failures in a row of a game, or deaths of rollouts that played the same group, until the game is set aside."""

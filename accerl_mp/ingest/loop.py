@@ -106,7 +106,7 @@ class Ingest:
         num_workers = self._config.run.num_rollout_workers or 1
         dealer = Dealer.resume(schedule, num_workers, next_number=rings.next_number, done=rings.done, window=NUM_RECENT // 2)
         if dealer.next_number:
-            _log.warning("goes on at group %d; %d groups before it are with rollouts or lost", dealer.next_number, len(dealer.orphans))
+            _log.info("goes on at group %d; %d groups before it are with rollouts or lost", dealer.next_number, len(dealer.orphans))
         return dealer
 
     def _wait(self) -> None:

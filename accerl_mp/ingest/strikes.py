@@ -5,8 +5,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.files import write_atomically
 from accerl_mp.ingest.dealer import Dealer
-from accerl_mp.recovery import Start, StateError, noted_strikes, write_atomically
+from accerl_mp.recovery import Start, StateError, noted_strikes
 
 _NONE: dict[str, Any] = {"strikes": [], "set_aside": []}
 

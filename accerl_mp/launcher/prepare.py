@@ -39,11 +39,13 @@ def main(argv: list[str]) -> int:
     try:
         if _plays_demo_games(words):
             _make_demo_games()
-        config = _prepare(words)
+        answer.write_text(_shell_words(_prepare(words)))
     except ConfigError as error:
         print(f"launch.sh: this cannot run:\n{error}", file=sys.stderr)
         return 2
-    answer.write_text(_shell_words(config))
+    except OSError as error:  # no room, most of all
+        print(f"launch.sh: nothing was started: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -54,8 +56,9 @@ def _split(argv: list[str]) -> tuple[Path, list[str]]:
 
 
 def _plays_demo_games(words: list[str]) -> bool:
-    """Whether the flags, which parse, name the demo's own games."""
-    return Path(cli.parse(words, environ=os.environ).games.tw_game_dir or ".").resolve() == (_DEMO_GAMES / "train").resolve()
+    """Whether the flags name the demo's own games, and nothing is wrong with them."""
+    typed, problems = cli.read(words, environ=os.environ)
+    return not problems and Path(typed.games.tw_game_dir or ".").resolve() == (_DEMO_GAMES / "train").resolve()
 
 
 def _make_demo_games() -> None:
@@ -69,12 +72,13 @@ def _make_demo_games() -> None:
 
 def _prepare(words: list[str]) -> Config:
     """All problems at once (ConfigError), then the run folder."""
-    typed = cli.parse(words, environ=os.environ)
+    typed, unread = cli.read(words, environ=os.environ)
     gpus = visible_gpus()
     log_dir = run_folder_of(typed.run.resume) or f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"
     config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=log_dir))
     paths = RunPaths(Path(config.metrics.log_dir or ""))
-    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes()) + _log_level(config) + _env(config)
+    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes(), typed=typed)
+    problems += _log_level(config) + _env(config)
     plan = None if problems else _memory_plan(config)
     problems += plan.problems() if plan else []
     with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:
@@ -82,7 +86,7 @@ def _prepare(words: list[str]) -> Config:
         if not any(CONFIG_UNREADABLE in problem for problem in problems):  # else the model would say the same again
             problems += _model_problems(config)
         start, of_resume, warnings = plan_start(config)
-        if problems := problems + of_resume:
+        if problems := unread + cli.without_those_of(unread, problems + of_resume):
             raise ConfigError(problems)
         for warning in checks.warnings(config, typed) + warnings + (plan.warnings() if plan else []):
             print(f"launch.sh: warning: {warning}", file=sys.stderr)
@@ -174,7 +178,8 @@ def _make_run_folder(paths: RunPaths, config: Config, words: list[str], start: S
         raise ConfigError([f"--log-dir {paths.run_dir}: a run is using this folder; name another one"])
     with held:
         sweep(paths)
-        paths.stop.unlink(missing_ok=True)
+        for note in (paths.stop, paths.ended):
+            note.unlink(missing_ok=True)
         (paths.run_dir / "logs").mkdir(exist_ok=True)
         with (paths.run_dir / "command.txt").open("a") as file:
             file.write(shlex.join(["bash", "launch.sh", *words]) + "\n")

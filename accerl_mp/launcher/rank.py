@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from accerl_mp.config import Config
+from accerl_mp.launcher.causes import without_disk
 from accerl_mp.launcher.environment import gpu_plan, rank_environment
 from accerl_mp.launcher.sweep import sweep
 from accerl_mp.topology import RunPaths
@@ -74,5 +75,6 @@ def _report_killed(paths: RunPaths, code: int | None) -> None:
     file = paths.run_dir / FAILURE_FILE
     detail = "it was killed" if code is not None else f"it did not end within {_SUPERVISOR_LEAVES_S:.0f} s"
     if not file.exists():
-        PeerLost("supervisor/0", code, str(paths.log("supervisor", 0)), detail).save(file)
+        with without_disk("nobody will know why the run ended"):
+            PeerLost("supervisor/0", code, str(paths.log("supervisor", 0)), detail).save(file)
     sweep(paths)

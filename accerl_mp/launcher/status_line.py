@@ -50,5 +50,5 @@ def describe(rows: list[HealthRow], board: Board) -> str:
         text += ", evaluation runs"
     trainer = next((row for row in rows if row.name == "trainer/0"), None)
     if trainer and trainer.waits_for and trainer.waits_s > _SHORT_S:
-        text += f"; trainer/0 waits for {trainer.waits_for} ({trainer.waits_s:.0f} s)"
+        text += f"; trainer/0 waits {trainer.waits_s:.0f} s for {trainer.waits_for}"  # what is long is cut off last
     return text

@@ -97,9 +97,11 @@ def report_command(run_dir: Path) -> str:
 
 
 def resume_command(paths: RunPaths) -> str:
-    """The run's own flags, whose paths count from where it was called; those behind them win."""
-    typed = (paths.run_dir / "command.txt").read_text().splitlines()[-1].removeprefix("bash launch.sh")
-    typed = typed.removesuffix(f" --log-dir {shlex.quote(str(paths.run_dir))} --resume auto")  # of a run that went on already
+    """The run's own flags, whose paths count from where it was called, but with its folder and its state."""
+    words = shlex.split((paths.run_dir / "command.txt").read_text().splitlines()[-1])[2:]
+    for flag in ("--log-dir", "--resume"):
+        words = [word for word, before in zip(words, ["", *words], strict=False) if flag not in (word, before, word.partition("=")[0])]
+    typed = "".join(f" {shlex.quote(word)}" for word in words)
     launch = "launch.sh" if Path.cwd() == _ROOT else shlex.quote(str(_ROOT / "launch.sh"))
     prefix = "" if _called_from() == Path.cwd() else f"cd {shlex.quote(str(Path.cwd()))} && "  # the demo goes to its own folder
     return f"{prefix}bash {launch}{typed} --log-dir {shlex.quote(str(paths.run_dir))} --resume auto"

@@ -24,7 +24,7 @@ from accerl_mp.launcher.environment import gpu_plan
 from accerl_mp.launcher.roles import Role, build_roles, table_names
 from accerl_mp.launcher.status_line import StatusLine
 from accerl_mp.launcher.sweep import lock, note_foreign, sweep
-from accerl_mp.launcher.watchdog import Stall, Watchdog, blame, dump_and_kill
+from accerl_mp.launcher.watchdog import Stall, Watchdog, dump_and_kill
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import EXIT_GAME_HUNG, PeerLost
@@ -130,7 +130,9 @@ class Supervisor:
         if left := sweep(self._paths):
             _log.info("removed what an earlier run of this folder left: %s", ", ".join(map(str, left)))
         self._paths.sockets.mkdir(mode=0o700)
-        (self._paths.run_dir / FAILURE_FILE).unlink(missing_ok=True)
+        self._paths.ended.unlink(missing_ok=True)
+        with without_disk("a failure may go without its name"):
+            PeerLost.clear(self._paths.run_dir / FAILURE_FILE)
         self._board = Board.create(self._paths.board)
         self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
         self._health = Health("supervisor/0", table=self._table, board=self._board)
@@ -193,7 +195,7 @@ class Supervisor:
         """Processes that live but stand still: a role's is killed, to be started again; a rank's ends the run."""
         stalls = self._watchdog.look(time.monotonic())
         if ranks := [stall for stall in stalls if stall.name.startswith("trainer/")]:
-            guilty = blame(ranks)
+            guilty = self._watchdog.blame(ranks)
             dump_and_kill(self._table, guilty, [row.name for row in self._table.snapshot()], _TURN_S)
             return End("failed", self._lost(guilty.name, None, str(guilty)))
         for stall in stalls:
@@ -282,8 +284,10 @@ class Supervisor:
         for role in self._roles:
             self._stop(role, timeout_s=min(role.stop_timeout_s, _FAST_STOP_S) if fast else role.stop_timeout_s)
         self._kill_orphans()
-        if end.reason in ("finished", "stopped"):
-            self._wait_for_ranks()
+        if end.reason in ("finished", "stopped") and self._wait_for_ranks():
+            with without_disk("if torchrun was sent a signal, the run counts as broken off"):
+                self._paths.ended.touch()
+        if not fast:
             self._board.set("stop", 1)  # what a person has started got no signal
         sweep(self._paths)
         _log.info("%s; all processes ended within %.1f s", end.reason, time.monotonic() - start)
@@ -337,16 +341,17 @@ class Supervisor:
             time.sleep(0.05)
         children.reap()
 
-    def _wait_for_ranks(self) -> None:
-        """Ranks have left, or their parent has: the table must stay until then, since they wait with it."""
+    def _wait_for_ranks(self) -> bool:
+        """Ranks have left, or their parent has: the table must stay until then, since they wait with it. Whether all left in order."""
         deadline = time.monotonic() + _RANKS_LEAVE_S
         while os.getppid() == self._parent_pid and time.monotonic() < deadline:
             ranks = [row for row in self._table.snapshot() if row.name.startswith("trainer/")]
             if all(row.state in ("none", "ended", "failed") or not is_alive(row.pid) for row in ranks):
-                return
+                return all(row.state in ("none", "ended") for row in ranks)
             self._health.beat()
             self._sleep()
         _log.warning("trainer ranks did not leave within %.0f s", _RANKS_LEAVE_S)
+        return False
 
     def _sleep(self) -> None:
         """Until a signal comes (a child died, SIGTERM), at most one turn."""

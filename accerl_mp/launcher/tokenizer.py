@@ -46,7 +46,7 @@ def export_tokenizer(model: ModelConfig, folder: Path) -> list[str]:
     if not eos_token_ids:
         return [f"--model-path {model.model_path}: neither its tokenizer nor its configs name an end-of-turn token: no reply would end"]
     template = _template(model, tokenizer)
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(tokenizer.backend_tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(template)
     meta = {
         "bos_token": tokenizer.bos_token,

@@ -19,7 +19,7 @@ from accerl_mp.launcher.resuming import plan_restart
 from accerl_mp.launcher.summary import wait_until_over
 from accerl_mp.recovery import announced_in
 from accerl_mp.topology import RunPaths
-from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.errors import NOT_TRIED_AGAIN, PeerLost
 from accerl_mp.transport.health import FAILURE_FILE
 
 _PR_SET_PDEATHSIG = 1
@@ -59,9 +59,12 @@ class Launcher:
         while True:
             before = announced_in(self._paths.resume)
             code = self._wait(_start_torchrun(self._paths, self._words))
-            if code == 0 or self._is_asked_to_end:
+            if code == 0:
                 return code
             wait_until_over(self._paths)
+            if self._is_asked_to_end:
+                # A signal to all processes at once reaches torchrun too, which then ends with an error whatever its ranks have done.
+                return 0 if self._paths.ended.exists() else code
             lost = PeerLost.load(self._paths.run_dir / FAILURE_FILE)
             # The first push of a start teaches nothing: a round was trained once a second one has begun.
             has_trained = announced_in(self._paths.resume) > before + 1
@@ -70,22 +73,27 @@ class Launcher:
                 _say(refusal)
                 return code
             num_restarts += 1
-            self._prepare_restart(lost, num_restarts)
-            if self._is_asked_to_end:
+            if not self._prepare_restart(lost, num_restarts) or self._is_asked_to_end:
                 return code
 
     @property
     def _is_asked_to_end(self) -> bool:
         return self._was_signalled or self._paths.stop.exists()
 
-    def _prepare_restart(self, lost: PeerLost, num_restarts: int) -> None:
+    def _prepare_restart(self, lost: PeerLost, num_restarts: int) -> bool:
+        """False: the start could not be written down; states are what they were."""
         start, damaged = plan_restart(self._paths, num_restarts=num_restarts)
         for text in damaged:
             _say(f"{text}: it is left out")
-        start.save(self._paths.resume)
-        (self._paths.run_dir / FAILURE_FILE).unlink(missing_ok=True)
+        try:
+            start.save(self._paths.resume)
+            PeerLost.clear(self._paths.run_dir / FAILURE_FILE)
+        except OSError as error:
+            _say(f"{lost}\nlaunch.sh: cannot start the run again: {error}; its saved states are kept for --resume auto")
+            return False
         where = f"from {Path(start.state).name}" if start.state else "from the beginning: no state was saved yet"
         _say(f"{lost}\nlaunch.sh: starts the run again (restart {num_restarts} of {self._most}) {where}")
+        return True
 
     def _wait(self, pid: int) -> int:
         while True:
@@ -103,6 +111,9 @@ def restart_refusal(lost: PeerLost, *, num_restarts: int, most: int, has_trained
     """Why the run is not started again; None: it is. Empty: there is nothing to say."""
     if not lost.role.startswith("trainer/") or most == 0:
         return ""
+    error = lost.detail.partition(":")[0]
+    if error in NOT_TRIED_AGAIN:
+        return f"{lost.role} ended with {error}: the run is not started again, that would only hide it"
     if num_restarts >= most:
         return f"--max-trainer-restarts {most} is used up"
     if num_restarts and not has_trained:

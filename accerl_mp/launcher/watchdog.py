@@ -33,10 +33,14 @@ class Stall:
     waits_for: str = ""
     is_stopped: bool = False
     """By SIGSTOP or Ctrl+Z."""
+    is_behind: bool = False
+    """A trainer rank that has begun fewer collectives than another one, which waits for it in there."""
 
     def __str__(self) -> str:
         how = "has had no heartbeat" if self.mark == "heartbeat" else "has not moved"
         why = ", it is stopped (SIGSTOP)" if self.is_stopped else f" while it waited for {self.waits_for}" if self.waits_for else ""
+        if self.is_behind:
+            why += ", and has not begun the collective in which another rank waits for it"
         return f"{how} for {self.silent_s:.0f} s{why} ({self.flag}); its stacks, if it could write them, are in its log"
 
 
@@ -79,6 +83,23 @@ class Watchdog:
                 found += self._look_at(index, row)
         return sorted(found, key=lambda stall: -stall.silent_s)
 
+    def blame(self, stalls: list[Stall]) -> Stall:
+        """Of trainer ranks of which some stand still (`stalls`, not empty) the one that keeps the others waiting.
+
+        That is one without a heartbeat; else one that is behind: in a step the ranks say nothing, and the one that waits in a collective
+        may have stood still for longer than the one that never came to it; else one that waits for nobody.
+        """
+        if silent := [stall for stall in stalls if stall.mark == "heartbeat"]:
+            return silent[0]
+        rows = {index: row for index in range(self._table.num_rows) if (row := self._table.read(index)).name.startswith("trainer/")}
+        reached = {row.name: self._table.word(index, "reached") for index, row in rows.items() if row.pid}
+        behind = [row for row in rows.values() if reached.get(row.name) == min(reached.values())]
+        if len(behind) == len(reached):
+            return next((stall for stall in stalls if not stall.waits_for), stalls[0])
+        row = next((row for row in behind if row.name in {stall.name for stall in stalls}), behind[0])
+        silent_s = self._silent_s(row, "loop", row.num_ticks)
+        return Stall(row.name, row.pid, "loop", silent_s, _STEP_FLAG, row.waits_for, is_behind=True)
+
     def _look_at(self, index: int, row: HealthRow) -> list[Stall]:
         is_rank, state = row.name.startswith("trainer/"), row.state
         loop_s = self._step_s if is_rank else self._rollout_s if row.name.startswith("rollout/") else self._hang_s
@@ -113,11 +134,6 @@ class Watchdog:
         elif row.name not in self._late and row.state == "running":
             self._late.add(row.name)
             self._note(f"{row.name} has had no heartbeat for {silent_s:.0f} s")
-
-
-def blame(stalls: list[Stall]) -> Stall:
-    """Of several ranks that stand still, the one that the others wait for: it waits for nobody."""
-    return next((stall for stall in stalls if not stall.waits_for), stalls[0])
 
 
 def dump_and_kill(table: HealthTable, stall: Stall, names: list[str], pause_s: float) -> None:

@@ -11,6 +11,7 @@ T tokens of a pack, B samples (rounded up to a power of two), H heads, K key hea
 import importlib
 import importlib.util
 import threading
+import weakref
 from enum import IntEnum
 from functools import lru_cache
 from types import ModuleType
@@ -227,13 +228,25 @@ def _class_of(
 
 
 def _ragged(kind: _Class, segment_ends: Tensor, segment_sizes: Tensor) -> dict[int, Tensor]:
-    """Lengths, and where each sample starts in elements of the packed rows: a small kernel, though 28 layers ask for the same."""
-    num_ends = kind.num_segments + 1
-    # Each row starts at 16 bytes.
-    offsets = torch.empty((3, -(-num_ends // 2) * 2), dtype=torch.int64, device=segment_ends.device)
-    torch.mul(segment_ends, _row_sizes(kind.heads, kind.key_heads, kind.head_size, segment_ends.device), out=offsets[:, :num_ends])
+    """Lengths, and where each sample starts in elements of the packed rows."""
+    offsets = _offsets(kind.heads, kind.key_heads, kind.head_size, segment_ends)
     uids = (_Uid.QUERY_OFFSETS, _Uid.KEY_OFFSETS) + (() if kind.has_padded_stats else (_Uid.STATS_OFFSETS,))
-    return {_Uid.SIZES_OF_QUERIES: segment_sizes, _Uid.SIZES_OF_KEYS: segment_sizes, **dict(zip(uids, offsets.unbind(0), strict=False))}
+    return {_Uid.SIZES_OF_QUERIES: segment_sizes, _Uid.SIZES_OF_KEYS: segment_sizes, **dict(zip(uids, offsets, strict=False))}
+
+
+def _offsets(heads: int, key_heads: int, head_size: int, segment_ends: Tensor) -> tuple[Tensor, ...]:
+    """Of query, key and stats, each [ends] int64. All layers of a pack ask for the same: the last answer is kept, for this very tensor."""
+    sizes = heads, key_heads, head_size
+    ends_of, sizes_of, offsets = getattr(_of_thread, "offsets", (lambda: None, None, ()))
+    if ends_of() is segment_ends and sizes_of == sizes:
+        return offsets
+    num_ends = len(segment_ends)
+    # Each row starts at 16 bytes.
+    rows = torch.empty((3, -(-num_ends // 2) * 2), dtype=torch.int64, device=segment_ends.device)
+    torch.mul(segment_ends, _row_sizes(*sizes, segment_ends.device), out=rows[:, :num_ends])
+    offsets = rows.unbind(0)
+    _of_thread.offsets = weakref.ref(segment_ends), sizes, offsets
+    return offsets
 
 
 @lru_cache(maxsize=16)

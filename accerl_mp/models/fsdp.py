@@ -1,6 +1,6 @@
 """FSDP2: shards a model over the trainer's ranks, each decoder layer a unit, the rest (embeddings, norm, head) the root unit.
 
-One rank that has room for it makes the whole model one unit.
+One rank that has room for whole parameters shares nothing with anybody and goes without FSDP2 (`models/copies.py`).
 """
 
 import torch
@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from accerl_mp.models.copies import copied_bytes, copies_of, hold_copies
+
 UNSHARDED_SHARE = 0.25
 """Share of a GPU's memory that whole parameters and gradients may take for the length of an optimizer step."""
 UNSHARDED_BYTES_CPU = 2 << 30
 """Likewise on CPU, where ranks share the machine's memory with vLLM."""
-ONE_UNIT_SHARE = 0.05
-"""Share of a GPU's memory that two float32 copies of the gradients may take where a model is one unit."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -25,20 +25,27 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
-def shard(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device, unsharded: bool) -> None:
+def shard(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device, unsharded: bool, is_frozen: bool = False) -> None:
     """Shard `model` in place over all ranks (parameters may still be on the meta device).
 
     Masters and gradients are float32, compute is in `compute_dtype`. Gradients are *summed* over ranks: the loss already
     carries the count of the whole optimizer step. `unsharded`: keep whole parameters from a forward to its backward.
+    `is_frozen`: it never sees a backward, and its whole parameters are needed for a moment only.
     """
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    world_size = torch.distributed.get_world_size()
+    if world_size == 1 and unsharded and not is_frozen and is_held_whole(model, compute_dtype, memory_of(device)):
+        if compute_dtype != torch.float32:
+            hold_copies(model, compute_dtype)
+        return
+    mesh = init_device_mesh(device.type, (world_size,))
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
     )
     layers = decoder_layers(model)
-    for module in [model] if unsharded and _is_one_unit(model, device) else [*layers, model]:
+    # A frozen model on one rank has nothing to send beside its computing: one unit, whose hooks cost the host least.
+    for module in [model] if world_size == 1 and unsharded and is_frozen else [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not unsharded)
-    if torch.distributed.get_world_size() == 1:
+    if world_size == 1:
         return  # nothing is summed: a divisor, even 1, would be one more pass over all gradients
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -46,16 +53,12 @@ def shard(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device,
             module.set_force_sum_reduction_for_comms(True)  # gloo has neither AVG nor PREMUL_SUM
 
 
-def _is_one_unit(model: nn.Module, device: torch.device) -> bool:
-    """Whether the model is sharded as a whole rather than layer by layer.
-
-    One rank that keeps whole parameters has nothing to send beside its computing, and a unit's hooks cost the host half a millisecond
-    a layer and pass: with the model as one unit it stays ahead of the GPU. Gradients are then copied all at once.
-    """
-    if torch.distributed.get_world_size() > 1:
-        return False
-    copies_bytes = sum(2 * 4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return device.type != "cuda" or copies_bytes <= ONE_UNIT_SHARE * torch.cuda.get_device_properties(device).total_memory
+def is_held_whole(model: nn.Module, compute_dtype: torch.dtype, memory_bytes: int | None) -> bool:
+    """Whether one rank goes without FSDP2: room for float32 gradients, copies and gradients that wait (`memory_bytes` None: a CPU)."""
+    size_bytes = sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if compute_dtype != torch.float32:
+        size_bytes += copied_bytes(model, compute_dtype)
+    return size_bytes <= _unsharded_bytes(memory_bytes)
 
 
 def fits_unsharded(model: nn.Module, *, compute_dtype: torch.dtype, device: torch.device) -> bool:
@@ -64,13 +67,22 @@ def fits_unsharded(model: nn.Module, *, compute_dtype: torch.dtype, device: torc
     Then parameters are gathered once a step and gradients reduced once, on its last micro-batch.
     """
     size_bytes = sum(p.numel() * (compute_dtype.itemsize + 4 * p.requires_grad) for p in model.parameters())
-    if device.type == "cuda":
-        return size_bytes <= UNSHARDED_SHARE * torch.cuda.get_device_properties(device).total_memory
-    return size_bytes <= UNSHARDED_BYTES_CPU
+    return size_bytes <= _unsharded_bytes(memory_of(device))
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of a GPU; None on CPU, where the machine's memory is shared."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def _unsharded_bytes(memory_bytes: int | None) -> float:
+    return UNSHARDED_BYTES_CPU if memory_bytes is None else UNSHARDED_SHARE * memory_bytes
 
 
 def set_last_micro_batch(model: nn.Module, is_last: bool, *, unsharded: bool) -> None:
-    """Reduce gradients and free whole parameters only on the last micro-batch; with `unsharded` False, on every one."""
+    """Before a forward: reduce gradients and free whole parameters only on the last micro-batch; with `unsharded` False, on every one."""
+    if (copies := copies_of(model)) is not None:
+        copies.is_last = is_last
     if not isinstance(model, FSDPModule):
         return
     model.set_is_last_backward(is_last)
@@ -79,8 +91,22 @@ def set_last_micro_batch(model: nn.Module, is_last: bool, *, unsharded: bool) ->
         model.set_reshard_after_backward(is_last)
 
 
+def collect_gradients(model: nn.Module) -> None:
+    """After each backward. What FSDP2 shards does this by itself; after a step's last one `parameters()` have their gradients."""
+    if (copies := copies_of(model)) is not None:
+        copies.collect()
+
+
+def note_update(model: nn.Module) -> None:
+    """After an optimizer's update: launch what the next forward needs of it."""
+    if (copies := copies_of(model)) is not None:
+        copies.refresh()
+
+
 def reshard(model: nn.Module) -> None:
     """Free whole parameters that a forward without backward has left: the next forward would not see the next update."""
+    if (copies := copies_of(model)) is not None:
+        copies.release()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

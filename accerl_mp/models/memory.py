@@ -7,12 +7,14 @@ the same card its own measurement would be of two programs.
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
 
 from accerl_mp.config import Config
 from accerl_mp.models.attention import head_size
-from accerl_mp.models.fsdp import UNSHARDED_SHARE, decoder_layers
+from accerl_mp.models.copies import copied_bytes
+from accerl_mp.models.fsdp import UNSHARDED_SHARE, decoder_layers, is_held_whole
 
 GIB = 1 << 30
 
@@ -103,16 +105,23 @@ def _trainer_bytes(model: nn.Module, config: Config, card_bytes: int) -> dict[st
     if config.algorithm.ref_kl_coef > 0:
         parts["start model"] = 4 * total // ranks
     size = _itemsize(config)
-    whole = size * total + 4 * trained
-    if whole <= UNSHARDED_SHARE * card_bytes:
-        parts["whole weights and gradients of a step"] = whole
-    else:  # one layer at a time, two in flight
-        parts["whole weights and gradients of a step"] = 2 * whole // max(1, len(decoder_layers(model)))
+    parts["whole weights and gradients of a step"] = _whole_bytes(model, config, card_bytes)
     parts["push"] = min(2 * (config.sync.sync_bucket_mb << 20), size * total)
     parts["activations"] = _activation_bytes(model, config)
     parts["logits"] = _logit_bytes(model, config)
     parts["CUDA"] = _TRAINER_BASE
     return parts
+
+
+def _whole_bytes(model: nn.Module, config: Config, card_bytes: int) -> int:
+    """What a rank holds beside its shards while a step computes."""
+    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    whole = sum((dtype.itemsize + 4 * parameter.requires_grad) * parameter.numel() for parameter in model.parameters())
+    if whole > UNSHARDED_SHARE * card_bytes:  # one layer at a time, two in flight
+        return 2 * whole // max(1, len(decoder_layers(model)))
+    if config.run.fsdp_world_size == 1 and is_held_whole(model, dtype, card_bytes):  # sums are the gradients named above
+        return 0 if dtype == torch.float32 else copied_bytes(model, dtype)
+    return whole
 
 
 def _tokens(config: Config) -> int:

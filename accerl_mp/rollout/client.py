@@ -130,7 +130,9 @@ class InferenceClient:
         """Submit once, under an id of its own: a late answer to an earlier try is dropped."""
         request_id, request = next(self._ids), _Request(replica, asyncio.get_running_loop().create_future())
         self._requests[request_id] = request
-        what = f"inference/{replica} to reply to episode {message['episode_id']}"
+        episode_id = message["episode_id"]
+        played = f"episode {episode_id}" if episode_id < channels.EVAL_BASE else "an evaluation"
+        what = f"inference/{replica} to reply to {played}"
         try:
             self._sockets[replica].send(channels.pack("request", {"id": request_id, **message}))
             with (

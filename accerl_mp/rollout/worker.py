@@ -95,7 +95,7 @@ class Worker:
         """
         limit_s = 1.5 * (self._config.inference.inference_start_timeout_s + self._config.sync.sync_timeout_s) + _LOAD_S
         waiting = self._process.health.waiting("trainer/0 to push the first weights", limit_s, "--inference-start-timeout-s")
-        with self._timer.waiting("start"), waiting as wait:
+        with waiting as wait:  # no part of a round's time: the first one begins with these weights
             while self._process.board.get("policy_version") < 0:
                 wait.check()
                 await asyncio.sleep(0.1)

@@ -61,14 +61,14 @@ def sentence(values: Mapping[str, float], config: Config) -> str:
 def bottleneck(now: Situation) -> str:
     """The sentence. Pushing first: a trainer that pushes all the time also makes rollouts wait."""
     if now.trainer_other >= max(IS_MUCH, now.trainer_wait, now.trainer_push):
-        return f"neither: evaluation and exports held the trainer for {_percent(now.trainer_other)}; lower --eval-episodes-per-game"
+        return f"neither: evaluation and exports took {_percent(now.trainer_other)}; lower --eval-episodes-per-game"
     if now.trainer_push >= max(IS_MUCH, now.trainer_wait):
-        return f"sync-bound: pushes took {_percent(now.trainer_push)} of the trainer's time; raise --sync-every-optimizer-steps"
+        return f"sync-bound: pushes took {_percent(now.trainer_push)} of the time; raise --sync-every-optimizer-steps"
     if now.trainer_wait < IS_MUCH:
         return _trainer_bound(now)
     waited = f"trainer waited {_percent(now.trainer_wait)}"
     if now.is_synchronous:
-        return f"synchronous: {waited}, by --synchronous; leave it out to generate while training"
+        return f"synchronous: {waited}; leave out --synchronous to generate meanwhile"
     return _sample_bound(now, waited)
 
 
@@ -79,12 +79,12 @@ def _sample_bound(now: Situation, waited: str) -> str:
     held_back = now.rollout_work if now.has_lag_limit or now.ring_fill >= IS_FULL else 0.0
     most = max(now.rollout_own, now.rollout_reply, held_back)
     if most == 0:  # a short round: rollouts report every few seconds
-        return f"rollout-bound: {waited}, rollouts have not said for what; raise --num-rollout-workers or --infer-size"
+        return f"rollout-bound: {waited}; raise --num-rollout-workers or --infer-size"
     if now.rollout_own == most:
-        return f"env-bound: {waited}, rollouts spent {_percent(most)} in game steps and prompts; raise --num-rollout-workers"
+        return f"env-bound: {waited}, games took {_percent(most)}; raise --num-rollout-workers"
     if held_back == most:
         flag = "--max-policy-lag" if now.has_lag_limit else "--replay-capacity"
-        return f"admission-bound: {waited}, rollouts waited {_percent(most)} for work; raise {flag}"
+        return f"admission-bound: {waited}, rollouts {_percent(most)}; raise {flag}"
     flag = "--rollout-batch-size" if now.placement == "colocated" else "--infer-size"
     return f"generation-bound: {waited}; raise {flag}{lag_flag}"
 

@@ -57,6 +57,7 @@ class Collector:
         """The first weights are in vLLM: the first round's time starts here. Later calls change nothing."""
         if self._round_started_s is None:
             self._round_started_s = now_s
+            self._sums.begin()
 
     def take(self, record: Record, now_s: float) -> None:
         """One record off the socket."""
@@ -124,7 +125,7 @@ class Collector:
         )
         self._status.save()
         if number % self._config.metrics.log_every == 0:
-            self._say(round_line(number, record["step"], record["version"], values, bound))
+            self._say(round_lines(number, record["step"], values, bound))
 
     def _values(self, now_s: float, round_s: float) -> dict[str, float]:
         """Every number of the round."""
@@ -156,9 +157,12 @@ class Collector:
                 _log.warning("tag %r is not in stats/tags.py: it is written as a mean", tag)
 
 
-def round_line(number: int, step: int, version: int, values: Mapping[str, float], bound: str) -> str:
-    """Example: `round 12  step 24  version 12  win 0.61 (last 1000)  12.3 samples/s  3,210 tok/s  lag 1.2  | trainer-bound: ...`."""
-    parts = [f"round {number}", f"step {step}", f"version {version}"]
+def round_lines(number: int, step: int, values: Mapping[str, float], bound: str) -> str:
+    """Numbers, then what bounds the run. Example of the first line, which fits 80 columns:
+
+    `round 12  step 24  win 0.61 (last 1000)  12.3 samples/s  3,210 tok/s  lag 1.2`
+    """
+    parts = [f"round {number}", f"step {step}"]
     formats = {
         "TextWorld/WinRate": f"win {{:.2f}} (last {values.get('Rollout/WindowEpisodes', 0):.0f})",
         "Train/SamplesPerSec": "{:.1f} samples/s",
@@ -166,7 +170,7 @@ def round_line(number: int, step: int, version: int, values: Mapping[str, float]
         "Replay/TrainSampleTrainerVersionLagMean": "lag {:.1f}",
     }
     parts += [text.format(values[tag]) for tag, text in formats.items() if tag in values]
-    return "  ".join([*parts, f"| {bound}"])
+    return "  ".join(parts) + f"\n  {bound}"
 
 
 def evaluation_line(step: int, version: int, values: Mapping[str, float]) -> str:

@@ -56,6 +56,12 @@ class RoundSums:
             if tag.startswith(SHARES):
                 self._newest_times[source] = now_s
 
+    def begin(self) -> None:
+        """The first round begins: time that was spent before it is of no round."""
+        self._sums = {tag: by_source for tag, by_source in self._sums.items() if not tag.startswith(SHARES)}
+        self._timed_until |= self._newest_times
+        self._newest_times = {}
+
     def reduce(self, round_s: float) -> dict[str, float]:
         """Each tag as its row in the table says (unknown ones as means), then start again from nothing.
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from accerl_mp import checks
+from accerl_mp.bounds import out_of_bounds
 from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
 from accerl_mp.games import find_games, without_json
 from accerl_mp.model_folder import cpu_context, engine_problems, read_facts
@@ -31,15 +32,6 @@ _BOUNDS = {
     "kv_cache_gib": "kv_cache_gib",
 }
 """A tool's number -> the flag of a run whose bounds it has."""
-
-
-class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, False, argparse.SUPPRESS) else f"{action.help} [%(default)s]"
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        """`--model-path PATH`: the flag's whole name twice makes columns too narrow to read."""
-        return action.dest.rsplit("_", 1)[-1].upper()
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, num_seqs: int) -> None:
@@ -74,7 +66,7 @@ def flag_problems(args: argparse.Namespace) -> list[str]:
     for name, field in _BOUNDS.items():
         values = getattr(args, name, None)
         for value in values if isinstance(values, list) else [values]:
-            found += checks.out_of_bounds(field, value, f"--{name.replace('_', '-')}")
+            found += out_of_bounds(field, value, f"--{name.replace('_', '-')}")
     if args.max_model_len is not None and args.max_model_len < 2:
         found.append(f"--max-model-len must be at least 2, got {args.max_model_len}")
     if args.history_steps is not None and args.history_steps < 0:

@@ -17,8 +17,8 @@ from pathlib import Path
 from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import TEXTWORLD, Config, ConfigError
 from accerl_mp.tools import scores
+from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.engine_flags import (
-    HelpWithDefaults,
     add_engine_flags,
     collecting,
     engine_config,
@@ -29,7 +29,7 @@ from accerl_mp.tools.engine_flags import (
 from accerl_mp.tools.game_files import read_facts
 from accerl_mp.tools.policies import Policy, find_policy, list_exports
 from accerl_mp.tools.scores import Record
-from accerl_mp.tools.terminal import Terminal, ToolFailed, quiet
+from accerl_mp.tools.terminal import Terminal, ToolFailed, counted, quiet
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,7 @@ class Column:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage="python -m accerl_mp.tools.evaluate RUN_OR_MODEL [RUN_OR_MODEL ...] [FLAGS ...]",
-        description=__doc__,
-        formatter_class=HelpWithDefaults,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("evaluate", "RUN_OR_MODEL [RUN_OR_MODEL ...] [FLAGS ...]", __doc__)
     parser.add_argument("policies", type=Path, nargs="+", metavar="RUN_OR_MODEL", help="run folder (its newest export), export or model")
     parser.add_argument("--all-exports", action="store_true", help="every export of a run folder, not only the newest")
     games = parser.add_argument_group("what is played")
@@ -141,16 +136,17 @@ def kind_and_length(record: Record) -> str:
         facts = read_facts(Path(record["path"]))
     except ValueError:
         return "?"
-    return f"{facts.kind}, {facts.num_commands} commands" if facts.num_commands else f"{facts.kind}, length unknown"
+    return f"{facts.kind}, {counted(facts.num_commands, 'command')}" if facts.num_commands else f"{facts.kind}, length unknown"
 
 
 def show(columns: dict[Column, list[Record]], terminal: Terminal) -> None:
     """One row a model and temperature; then win rates by kind and length of game, a column each."""
-    rows = [[column.label, *scores.cells(records)] for column, records in columns.items()]
+    numbers = [f"({number})" for number in range(1, len(columns) + 1)]
+    played = zip(numbers, columns.items(), strict=True)
+    rows = [[f"{number} {column.label}", *scores.cells(records)] for number, (column, records) in played]
     terminal.table("95 % intervals in brackets", ["", *scores.HEADER], rows)
     groups = [scores.grouped(records, kind_and_length) for records in columns.values()]
     kinds = sorted({kind for group in groups for kind in group})
-    numbers = [f"({number})" for number in range(1, len(columns) + 1)]
     terminal.out.print()
     table = [[kind, *(scores.cells(group.get(kind, []))[1] for group in groups)] for kind in kinds]
     terminal.table("win rate by kind and length; columns are the rows above", ["", *numbers], table)

@@ -15,6 +15,7 @@ from typing import Any
 from accerl_mp.config import ConfigError
 from accerl_mp.games import find_games
 
+MANIFEST = "manifest.json"
 _CHALLENGE = re.compile(r"tw-(cooking|coin[_-]collector|treasure[_-]hunter|simple)(?![a-z])")
 """Any other game is called `tw-` and random letters."""
 
@@ -82,7 +83,7 @@ def _manifest(folder: Path) -> dict[str, str]:
 def read_manifest(out: Path) -> dict[str, Any] | None:
     """None: there is none, or it was cut by a full disk."""
     try:
-        manifest = json.loads((out / "manifest.json").read_text())
+        manifest = json.loads((out / MANIFEST).read_text())
         return manifest if isinstance(manifest["games"], list) else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

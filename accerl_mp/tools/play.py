@@ -17,8 +17,8 @@ from pathlib import Path
 from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import TEXTWORLD, Config, ConfigError
 from accerl_mp.tools import scores
+from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.engine_flags import (
-    HelpWithDefaults,
     add_engine_flags,
     collecting,
     engine_config,
@@ -28,17 +28,12 @@ from accerl_mp.tools.engine_flags import (
 )
 from accerl_mp.tools.policies import find_policy
 from accerl_mp.tools.scores import Record
-from accerl_mp.tools.terminal import Terminal, ToolFailed, plain, quiet
+from accerl_mp.tools.terminal import Terminal, ToolFailed, counted, plain, quiet
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The reference's flags first, then ours."""
-    parser = argparse.ArgumentParser(
-        usage="python -m accerl_mp.tools.play --model-path MODEL_OR_RUN --game-dir GAMES [FLAGS ...]",
-        description=__doc__,
-        formatter_class=HelpWithDefaults,
-        allow_abbrev=False,
-    )
+    parser = tool_parser("play", "--model-path MODEL_OR_RUN --game-dir GAMES [FLAGS ...]", __doc__)
     _add_what(parser.add_argument_group("what is played"))
     _add_replies(parser.add_argument_group("replies"))
     add_engine_flags(parser, num_seqs=16)
@@ -166,7 +161,8 @@ def finish(records: list[Record], terminal: Terminal, out: Path) -> int:
         return 1
     (out / "summary.json").write_text(json.dumps(scores.as_json(played) | {"broken": len(broken)}, indent=1) + "\n")
     terminal.table("95 % intervals in brackets", ["", *scores.HEADER], [["all games", *scores.cells(played)]])
-    terminal.say(f"{len(played)} episodes, {len({record['game'] for record in played})} games: {out / 'episodes.jsonl'}")
+    num_games = len({record["game"] for record in played})
+    terminal.say(f"{counted(len(played), 'episode')}, {counted(num_games, 'game')}: {out / 'episodes.jsonl'}")
     return 1 if broken else 0
 
 

@@ -26,6 +26,7 @@ from accerl_mp.cli import option_of
 from accerl_mp.config import Config, ConfigError
 from accerl_mp.stats.bottleneck import sentence
 from accerl_mp.tools import report_charts
+from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.report_charts import CHARTS, Chart, Drawn, Series, shown
 from accerl_mp.tools.report_episodes import as_data, fitting
 from accerl_mp.tools.run_folder import NoRunError, Row, RunFolder, find_run
@@ -199,6 +200,17 @@ def _document(run: RunFolder, sections: Mapping[str, str], data: Mapping[str, An
 """
 
 
+def _how_it_ended(run: RunFolder) -> str:
+    """Empty for a run that reached its end."""
+    if run.status().get("has_ended"):
+        return ""
+    if failure := run.failure():
+        return f"The run has failed: {failure.splitlines()[0]}"
+    if run.paths.stop.exists():
+        return "The run was stopped on request; with the same --log-dir, --resume auto goes on."
+    return "The run had not ended when this page was made."
+
+
 def headlines(run: RunFolder) -> str:
     status = run.status()
     throughput, first, last = status.get("throughput", {}), status.get("eval_first", {}), status.get("eval_last", {})
@@ -215,7 +227,7 @@ def headlines(run: RunFolder) -> str:
         "restarts": f"{status.get('restarts', 0):.0f}",
     }
     cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text is not None)
-    state = "" if status.get("has_ended") else '<p class="said">The run had not ended when this page was made.</p>'
+    state = f'<p class="said">{escape(said)}</p>' if (said := _how_it_ended(run)) else ""
     bound = f'<p class="said">Last round: {escape(status["bottleneck"])}</p>' if "bottleneck" in status else ""
     return f'<dl class="facts">{cells}</dl>{state}{bound}'
 
@@ -257,13 +269,16 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m accerl_mp.tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def build_parser() -> argparse.ArgumentParser:
+    parser = tool_parser("report", "[RUN] [FLAGS ...]", __doc__)
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder, or a folder of runs: the newest")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: RUN/report.html)")
-    parser.add_argument("--episodes", type=int, default=40, metavar="N", help="most transcripts in the page (default: 40)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write [RUN/report.html]")
+    parser.add_argument("--episodes", type=int, default=40, metavar="N", help="most transcripts in the page")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
     args = parser.parse_args(argv)
     if args.episodes < 0:
         parser.error(f"--episodes {args.episodes}: must be 0 or more")

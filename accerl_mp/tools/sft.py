@@ -10,6 +10,7 @@ trainer: an update comes every `--grad-accum-steps` of them, and a rest at the e
 
 import argparse
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -21,21 +22,24 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
-from accerl_mp.checks import cannot_be_made, out_of_bounds
+from accerl_mp.bounds import out_of_bounds
+from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import Config, ConfigError
 from accerl_mp.model_folder import folder_problems
 from accerl_mp.models.build import select_trainable
 from accerl_mp.models.fsdp import shard
 from accerl_mp.models.names import remember_conversion
 from accerl_mp.tools.chat import load_chat
+from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.walks import load_walks
 from accerl_mp.tools.warm_start import MISTAKE, PROMPT, REPLY, Batches, PairExamples, WalkExamples, batch_loader
 from accerl_mp.trainer.checkpoint import export
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.schedule import learning_rate
 from accerl_mp.transport.health import Health
-from accerl_mp.transport.process import exit_now
+from accerl_mp.transport.process import die_with_parent, exit_now
 
 PAIRS = [
     ("What is the capital of France?", "Paris."),
@@ -49,40 +53,58 @@ PAIRS = [
 ]
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "python -m accerl_mp.tools.sft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+def build_parser() -> argparse.ArgumentParser:
+    """The reference's flags and ours."""
+    parser = tool_parser("sft", "--model-path DIR [--walks FILE --out DIR] [FLAGS ...]", __doc__)
+    _add_what(parser.add_argument_group("model and examples"))
+    _add_training(parser.add_argument_group("training"))
+    _add_ranks(parser.add_argument_group("processes and output"))
+    return parser
+
+
+def _add_what(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
     add("--model-path", type=Path, required=True, help="local HuggingFace directory")
-    add("--device", default="auto", help="cuda:0, cpu, ...; auto: the first GPU, else the CPU")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the compute; auto: bfloat16 on GPU")
-    add("--train-mode", choices=("lm_head", "last_layer", "full"), default="lm_head", help="what trains")
+    add("--trust-remote-code", action="store_true", help="let Transformers run the model folder's code")
+    add("--walks", type=Path, help="file of accerl_mp.tools.walks, instead of the chat pairs")
+    add("--dataset-repeat", type=int, default=4, help="times the 8 built-in chat pairs are listed")
     add("--max-length", type=int, default=128, help="tokens of an example; longer ones are cut at the end")
-    add("--batch-size", type=int, default=2, help="examples of a micro-step")
+    add("--prompt-weight", type=float, default=0.1, help="weight of the loss on prompt tokens (walks)")
+    add("--mistake-weight", type=float, default=0.0, help="weight of replies that are not the best command (walks)")
+    add("--seed", type=int, default=42, help="of the order of examples")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--train-mode", choices=("lm_head", "last_layer", "full"), default="lm_head", help="what trains")
     add("--max-steps", type=int, default=1000, help="micro-steps")
+    add("--batch-size", type=int, default=2, help="examples of a micro-step")
+    add("--grad-accum-steps", type=int, default=2, help="micro-steps of an update")
     add("--learning-rate", type=float, default=1e-5, help="peak learning rate")
     add("--lr-warmup-steps", type=int, default=0, help="updates of linear warm-up")
     add("--min-lr-ratio", type=float, default=1.0, help="the cosine ends at this share of the peak (1: constant)")
     add("--weight-decay", type=float, default=0.0, help="AdamW weight decay, on matrices")
-    add("--grad-accum-steps", type=int, default=2, help="micro-steps of an update")
-    add("--dataset-repeat", type=int, default=4, help="times the 8 built-in chat pairs are listed")
-    add("--walks", type=Path, help="file of accerl_mp.tools.walks, instead of the chat pairs")
-    add("--prompt-weight", type=float, default=0.1, help="weight of the loss on prompt tokens (walks)")
-    add("--mistake-weight", type=float, default=0.0, help="weight of replies that are not the best command (walks)")
-    add("--out", type=Path, help="folder to save the model to (default: nothing is saved)")
-    add("--save-steps", type=int, nargs="*", default=[], help="also save to OUT-step-N after so many micro-steps")
-    add("--num-workers", type=int, default=0, help="processes that build batches")
-    add("--log-every", type=int, default=1, help="micro-steps between two lines")
-    add("--seed", type=int, default=42, help="of the order of examples")
-    add("--trust-remote-code", action="store_true", help="let Transformers run the model folder's code")
     add("--gradient-checkpointing", action="store_true", help="recompute activations in the backward pass")
+    add("--device", default="auto", help="cuda:0, cpu, ...; auto: the first GPU, else the CPU")
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of the compute; auto: bfloat16 on GPU")
+
+
+def _add_ranks(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--out", type=Path, help="folder to save the model to; without it nothing is saved")
+    add("--save-steps", type=int, nargs="*", default=[], help="also save to OUT-step-N after so many micro-steps")
+    add("--log-every", type=int, default=1, help="micro-steps between two lines")
+    add("--num-workers", type=int, default=0, help="processes that build batches")
     add("--use-fsdp", action="store_true", help="shard over several processes of this machine")
     add("--fsdp-world-size", type=int, default=4, help="processes of --use-fsdp, one a GPU where there are GPUs")
     add("--fsdp-master-addr", default="127.0.0.1", help="where they meet")
-    add("--fsdp-master-port", type=int, help="likewise (default: a free port)")
-    add("--fsdp-rank", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    add("--fsdp-master-port", type=int, help="likewise; without it a free port")
+    for hidden in ("--fsdp-rank", "--parent-pid"):
+        add(hidden, type=int, help=argparse.SUPPRESS)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    args = build_parser().parse_args(argv)
     if args.device == "auto":
         args.device = "cuda:0" if torch.cuda.is_available() else "cpu"
     return args
@@ -199,7 +221,11 @@ def build_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.O
 def build_examples(args: argparse.Namespace) -> WalkExamples | PairExamples:
     tokenizer, chat = load_chat(args.model_path)
     if args.walks:
-        return WalkExamples(load_walks(args.walks), tokenizer, chat, max_length=args.max_length)
+        try:
+            walks = load_walks(args.walks)
+        except ValueError as error:
+            raise ConfigError([f"--walks {error}"]) from error
+        return WalkExamples(walks, tokenizer, chat, max_length=args.max_length)
     return PairExamples(PAIRS * args.dataset_repeat, tokenizer, chat, max_length=args.max_length)
 
 
@@ -223,9 +249,10 @@ class Reporter:
 
 
 def save(model: nn.Module, args: argparse.Namespace, folder: Path, step: int) -> None:
-    """Write a model folder with bfloat16 weights. Collective with --use-fsdp."""
-    config = Config.from_flat({"model_path": str(args.model_path)})
-    export(model, folder, config, dtype=torch.bfloat16, rank=args.fsdp_rank or 0, state={"step": step})
+    """Write a model folder with bfloat16 weights. Collective with --use-fsdp. OSError on rank 0: it could not, and has said why."""
+    config, rank = Config.from_flat({"model_path": str(args.model_path)}), args.fsdp_rank or 0
+    if export(model, folder, config, dtype=torch.bfloat16, rank=rank, state={"step": step}) is None and rank == 0:
+        raise OSError(f"step {step} is not saved")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -235,15 +262,19 @@ def run(args: argparse.Namespace) -> None:
         on_gpu = args.device.startswith("cuda")
         ranks = Ranks.join(rank=args.fsdp_rank, size=args.fsdp_world_size, on_gpu=on_gpu, health=Health.detached(f"sft/{args.fsdp_rank}"))
         args.device = str(ranks.device)
+    logging.set_verbosity_error()
+    if args.fsdp_rank or not sys.stderr.isatty():
+        logging.disable_progress_bar()
     torch.manual_seed(args.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
+    examples = build_examples(args)
     model = load_model(args)
-    batches = Batches(
-        build_examples(args), batch_size=args.batch_size, seed=args.seed, rank=args.fsdp_rank or 0, world_size=num_ranks(args)
-    )
+    batches = Batches(examples, batch_size=args.batch_size, seed=args.seed, rank=args.fsdp_rank or 0, world_size=num_ranks(args))
     train(model, batch_loader(batches, args.num_workers), args, Reporter(model, args))
     if args.out:
         save(model, args, args.out, args.max_steps)
+    if not args.fsdp_rank:
+        print(f"{args.out}: saved after {args.max_steps} micro-steps" if args.out else "nothing is saved without --out", flush=True)
     if ranks is not None:
         ranks.leave()
 
@@ -252,8 +283,11 @@ def run_ranks(args: argparse.Namespace, argv: list[str]) -> int:
     """Start one process a rank and wait for all; the first that fails ends the others. Returns its exit code."""
     port = args.fsdp_master_port or free_port()
     meeting = [f"MASTER_ADDR={args.fsdp_master_addr}", f"MASTER_PORT={port}", f"WORLD_SIZE={args.fsdp_world_size}"]
-    command = [sys.executable, "-m", "accerl_mp.tools.sft", *argv, "--fsdp-rank"]
-    ranks = [subprocess.Popen(["env", *meeting, f"RANK={rank}", *command, str(rank)]) for rank in range(args.fsdp_world_size)]
+    command = [sys.executable, "-m", "accerl_mp.tools.sft", *argv, "--parent-pid", str(os.getpid()), "--fsdp-rank"]
+    # Process groups of their own: Ctrl+C is for this process alone.
+    ranks = [
+        subprocess.Popen(["env", *meeting, f"RANK={rank}", *command, str(rank)], process_group=0) for rank in range(args.fsdp_world_size)
+    ]
     try:
         while (codes := [rank.poll() for rank in ranks]).count(None) and not any(codes):
             time.sleep(0.1)
@@ -271,15 +305,26 @@ def free_port() -> int:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    if args.fsdp_rank is None and (problems := problems_of(args)):
-        print(f"sft: this cannot be trained:\n{ConfigError(problems)}", file=sys.stderr)
-        return 2
-    if args.use_fsdp and args.fsdp_rank is None:
-        return run_ranks(args, sys.argv[1:] if argv is None else argv)
-    run(args)
+    if args.fsdp_rank is not None:
+        die_with_parent(args.parent_pid)
+    elif problems := problems_of(args):
+        return _said(f"this cannot be trained:\n{ConfigError(problems)}", 2)
+    try:
+        if args.use_fsdp and args.fsdp_rank is None:
+            return run_ranks(args, sys.argv[1:] if argv is None else argv)
+        run(args)
+    except (ConfigError, OSError) as error:  # walks that are damaged, a template that cannot carry an episode, a full disk
+        return _said(str(error), 1)
+    except KeyboardInterrupt:
+        return _said("stopped; nothing but what --save-steps asked for was saved", 130)
     if args.fsdp_rank is not None:
         exit_now(0)
     return 0
+
+
+def _said(text: str, code: int) -> int:
+    print(f"sft: {text}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ def plain(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
 
 
+def counted(number: int, what: str) -> str:
+    """Example: `1 game`, `2 games`."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
 class ToolFailed(RuntimeError):
     """What ends a tool with exit code 1: a sentence for the last line."""
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live as LiveDisplay
 
+from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.live import look
 from accerl_mp.tools.run_folder import NoRunError, RunFolder, find_run
 from accerl_mp.tools.top_screen import Frame, Screen
@@ -41,6 +42,7 @@ def read_frame(run: RunFolder, *, is_interactive: bool = False) -> Frame:
         flags=run.flags(),
         series={tag: [value for _, value in run.series(tag)] for tag in SHOWN},
         failure="" if live.is_running else run.failure(),
+        is_stopped=run.paths.stop.exists(),
         is_interactive=is_interactive,
     )
 
@@ -76,13 +78,16 @@ def _keys() -> Iterator:
         termios.tcsetattr(file, termios.TCSADRAIN, before)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m accerl_mp.tools.top", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def build_parser() -> argparse.ArgumentParser:
+    parser = tool_parser("top", "[RUN] [FLAGS ...]", __doc__)
     parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run folder, or a folder of runs: the newest")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two frames (default: 1)")
+    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two frames")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
     args = parser.parse_args(argv)
     if args.every <= 0:
         parser.error(f"--every {args.every}: must be above 0")

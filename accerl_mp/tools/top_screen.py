@@ -11,7 +11,7 @@ from rich.text import Text
 
 from accerl_mp.tools.live import Live, ProcessView
 
-WAITS = {"wait", "reply", "work", "ack", "start", "idle", "evaluation"}
+WAITS = {"wait", "reply", "work", "ack", "idle", "evaluation"}
 """Phases of `Time/<role>/<phase>` in which a process does nothing itself."""
 STATE_STYLES = {
     "running": "green",
@@ -36,6 +36,8 @@ class Frame:
     series: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """By tag, oldest first."""
     failure: str = ""
+    is_stopped: bool = False
+    """Somebody has asked it to end."""
     is_interactive: bool = False
 
     @property
@@ -137,6 +139,8 @@ def _run_state(frame: Frame) -> tuple[str, str]:
         return "running", "bold green"
     if frame.failure:
         return "failed", "bold red"
+    if frame.is_stopped:
+        return "stopped", "bold"
     return ("ended", "bold") if frame.status.get("has_ended") else ("not running", "bold yellow")
 
 
@@ -277,4 +281,5 @@ def _cells(process: ProcessView) -> list[Text]:
         what, since_s = Text("works", style="dim"), process.tick_age_s
     is_long = since_s >= LONG_WAIT_S and process.state == "running" and process.role not in ("stats", "supervisor")
     since = Text(duration(since_s) if what.plain and since_s >= 1 else "", style="yellow" if is_long else "")
-    return [Text(process.state, style=STATE_STYLES.get(process.state, "")), what, since, restarts]
+    state = "-" if process.state == "none" else process.state  # it has not begun
+    return [Text(state, style=STATE_STYLES.get(process.state, "")), what, since, restarts]

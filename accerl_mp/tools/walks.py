@@ -8,18 +8,23 @@ TextWorld knows the best next command after any move, so a walk that errs shows 
 import argparse
 import gzip
 import json
-import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from accerl_mp.rollout.env import Observation, TextWorldEnv, game_name
-from accerl_mp.tools.game_files import read_manifest
+from accerl_mp.bounds import out_of_bounds
+from accerl_mp.checks import cannot_be_made
+from accerl_mp.config import ConfigError
+from accerl_mp.rollout.env import EnvError, Observation, TextWorldEnv, game_name
+from accerl_mp.tools.command_line import tool_parser
+from accerl_mp.tools.game_files import MANIFEST, read_manifest
+from accerl_mp.tools.processes import open_pool
+from accerl_mp.tools.terminal import Terminal
 
 MAX_TURNS = 10
 INVALID_SHARE = 0.05
@@ -84,7 +89,10 @@ class Walk:
 def play_walks(path: Path, num_walks: int, seed: int, player: Player) -> list[Walk]:
     """Play one game several times. A walk ends when it is won, lost for good or MAX_TURNS long."""
     env = TextWorldEnv(path, policy_commands=True)
-    names = thing_names(path)
+    try:
+        names = thing_names(path)
+    except (ValueError, LookupError, TypeError) as error:
+        raise EnvError(str(path), f"its .json does not name its things ({type(error).__name__}: {error})") from error
     walks = []
     for number in range(num_walks):
         rng = random.Random(f"{seed}-{path.name}-{number}")
@@ -143,54 +151,104 @@ def listed_games(manifest: Path, split: str, without: Path | None = None) -> lis
     return [manifest.parent / game["file"] for game in games if not known & {game["world_key"], game["quest_key"]}]
 
 
-def play_all(games: list[Path], player: Player, *, num_walks: int, seed: int, num_processes: int) -> Iterator[Walk]:
-    """Walks of all games, in the games' order whatever the number of processes."""
-    with ProcessPoolExecutor(num_processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+def play_all(
+    games: list[Path], player: Player, *, num_walks: int, seed: int, num_processes: int, advance: Callable[[], None]
+) -> Iterator[Walk]:
+    """Walks of all games, in the games' order whatever the number of processes; `advance` counts games. EnvError: a broken one."""
+    with open_pool(num_processes) as pool:
         same = [[value] * len(games) for value in (num_walks, seed, player)]
-        played = pool.map(play_walks, games, *same, chunksize=4)
-        for number, walks in enumerate(played, start=1):
+        for walks in pool.map(play_walks, games, *same, chunksize=4):
             yield from walks
-            if number % 50 == 0 or number == len(games):
-                print(f"played {number} of {len(games)} games", file=sys.stderr, flush=True)
+            advance()
 
 
 def save_walks(path: Path, walks: Iterable[Walk]) -> int:
-    """Write a gzipped line each; returns how many."""
-    num_walks = 0
-    with gzip.open(path, "wt") as file:
-        for walk in walks:
-            file.write(json.dumps(asdict(walk)) + "\n")
-            num_walks += 1
+    """Write a gzipped line each, whole or not at all; returns how many."""
+    num_walks, temporary = 0, path.with_name(path.name + ".new")
+    try:
+        with gzip.open(temporary, "wt") as file:
+            for walk in walks:
+                file.write(json.dumps(asdict(walk)) + "\n")
+                num_walks += 1
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     return num_walks
 
 
 def load_walks(path: Path) -> list[Walk]:
-    with gzip.open(path, "rt") as file:
-        return [Walk.from_json(line) for line in file]
+    """ValueError: a file that holds no walks."""
+    try:
+        with gzip.open(path, "rt") as file:
+            if walks := [Walk.from_json(line) for line in file]:
+                return walks
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path}: no file of accerl_mp.tools.walks, or damaged ({reason})") from error
+    raise ValueError(f"{path}: there are no walks in it")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--games", type=Path, required=True, help="manifest.json of accerl_mp.tools.make_games")
+def build_parser() -> argparse.ArgumentParser:
+    parser = tool_parser("walks", "--games MANIFEST --out FILE [FLAGS ...]", __doc__)
+    parser.add_argument("--games", type=Path, required=True, metavar="MANIFEST", help="manifest.json of accerl_mp.tools.make_games")
     parser.add_argument("--split", default="train", help="which of its games")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
-    parser.add_argument("--without", type=Path, help="manifest.json whose worlds and quests are left out")
-    parser.add_argument("--walks-per-game", type=int, default=8, help="times each game is played")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="file to write")
+    parser.add_argument("--without", type=Path, metavar="MANIFEST", help="manifest.json whose worlds and quests are left out")
+    parser.add_argument("--walks-per-game", type=int, default=8, metavar="N", help="times each game is played")
     parser.add_argument("--mistake-share", type=float, default=MISTAKE_SHARE, help="share of commands that are not the best")
     parser.add_argument("--mistakes", default="any", choices=("any", "dawdle"), help="any other command, or only look and inventory")
     parser.add_argument("--seed", type=int, default=1, help="the same seed plays the same walks")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="processes that play")
-    args = parser.parse_args(argv)
-    for manifest in filter(None, (args.games, args.without)):
-        if read_manifest(manifest.parent) is None:
-            parser.error(f"{manifest}: no manifest of accerl_mp.tools.make_games")
+    return parser
+
+
+def games_of(args: argparse.Namespace) -> list[Path]:
+    """Whose walks are wanted. ConfigError with every problem at once."""
+    problems = [*cannot_be_made("--out", args.out.parent), *out_of_bounds("seed", args.seed, "--seed")]
+    if args.out.is_dir():
+        problems.append(f"--out {args.out} is a folder; name a file")
+    for name in ("walks_per_game", "processes"):
+        if getattr(args, name) < 1:
+            problems.append(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if not 0 <= args.mistake_share <= 1:
+        problems.append(f"--mistake-share must be in [0, 1], got {args.mistake_share}")
+    named = {"--games": args.games, "--without": args.without}
+    if lost := [option for option, manifest in named.items() if manifest and not is_manifest(manifest)]:
+        raise ConfigError([*problems, *(f"{option} {named[option]}: no manifest of accerl_mp.tools.make_games" for option in lost)])
     games = listed_games(args.games, args.split, args.without)
     if not games:
-        parser.error(f"--split {args.split}: {args.games} lists no such game")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    player = Player(args.mistake_share, args.mistakes)
-    walks = play_all(games, player, num_walks=args.walks_per_game, seed=args.seed, num_processes=args.processes)
-    print(f"{args.out}: {save_walks(args.out, walks)} walks through {len(games)} games", file=sys.stderr)
+        problems.append(f"--split {args.split}: {args.games} lists no such game")
+    if missing := [game for game in games if not (game.is_file() and game.with_suffix(".json").is_file())]:
+        problems.append(f"--games {args.games}: {len(missing)} of its games are not there, or without .json ({missing[0]})")
+    if problems:
+        raise ConfigError(problems)
+    return games
+
+
+def is_manifest(file: Path) -> bool:
+    return file.name == MANIFEST and read_manifest(file.parent) is not None
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    terminal = Terminal()
+    try:
+        games = games_of(args)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        player = Player(args.mistake_share, args.mistakes)
+        with terminal.progress("playing games", len(games)) as advance:
+            walks = play_all(games, player, num_walks=args.walks_per_game, seed=args.seed, num_processes=args.processes, advance=advance)
+            num_walks = save_walks(args.out, walks)
+    except ConfigError as error:
+        terminal.say(f"walks: this cannot be done:\n{error}")
+        return 2
+    except (OSError, RuntimeError) as error:  # a game that broke, a full disk, a process of the pool that died
+        terminal.say(f"walks: {error}; nothing was written")
+        return 1
+    except KeyboardInterrupt:
+        terminal.say("walks: stopped; nothing was written")
+        return 130
+    terminal.say(f"{args.out}: {num_walks} walks through {len(games)} games")
     return 0
 
 

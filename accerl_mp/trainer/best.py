@@ -13,7 +13,7 @@ from typing import Any
 
 from accerl_mp.checks import BEST_NAME
 from accerl_mp.config import Config
-from accerl_mp.recovery import write_atomically
+from accerl_mp.files import write_atomically
 from accerl_mp.topology import RunPaths
 from accerl_mp.trainer.checkpoint import export_folder, replace_folder
 

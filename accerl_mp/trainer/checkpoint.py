@@ -10,11 +10,13 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -93,11 +95,22 @@ def write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], entries: 
         total_bytes += tensor.nbytes
         file = files[name]
         if len(pending) == sum(other == file for other in files.values()):
-            save_file(pending, folder / file, metadata={"format": "pt"})
+            save_weights(pending, folder / file)
             pending = {}
     if len(set(files.values())) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": files}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def save_weights(tensors: dict[str, Tensor], file: Path) -> None:
+    """One safetensors file, for whom the umask allows to read it (safetensors' own is its owner's alone). OSError: no room."""
+    file.touch()
+    mode = stat.S_IMODE(file.stat().st_mode)
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:  # of a full disk, too
+        raise OSError(f"{file}: {error}") from error
+    file.chmod(mode)
 
 
 def copy_settings(source: Path, target: Path, config: Config, dtype: torch.dtype) -> None:

@@ -45,6 +45,7 @@ def run_trainer(process: Process) -> None:
     size, on_gpu = config.run.fsdp_world_size or 1, config.run.placement != "cpu"
     wait_for_engine(config, process.health)
     ranks = Ranks.join(rank=process.index, size=size, on_gpu=on_gpu, health=process.health)
+    process.reached = ranks.num_collectives
     limit_memory(config)
     with ExitStack() as stack:
         stack.callback(ranks.leave)

@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -59,6 +60,7 @@ class Ranks:
     def __init__(self, rank: int, size: int, device: torch.device, health: Health) -> None:
         self.rank, self.size, self.device = rank, size, device
         self._health = health
+        self._num_collectives = 0
 
     @classmethod
     def join(cls, *, rank: int, size: int, on_gpu: bool, health: Health) -> "Ranks":
@@ -76,6 +78,19 @@ class Ranks:
         if dist.get_world_size() != size:
             raise ValueError(f"torchrun started {dist.get_world_size()} trainer ranks, --fsdp-world-size is {size}")
         return cls(dist.get_rank(), size, device, health)
+
+    def num_collectives(self) -> int:
+        """How many collectives this rank has begun on the group of all ranks, over gloo and NCCL. Any thread may ask; waits for nothing.
+
+        Ranks make the same calls in the same order: the one whose number is smaller has not come to the call in which the others wait.
+        """
+        group = dist.group.WORLD
+        if group is not None:
+            # A backend that is about to leave, or one that does not count: the number it had. The heartbeat asks, and must go on.
+            with suppress(RuntimeError, AttributeError):
+                backends = [group._get_backend(kind) for kind in group._device_types]
+                self._num_collectives = sum(backend._get_sequence_number_for_group() for backend in backends)
+        return self._num_collectives
 
     def leave(self) -> None:
         if dist.is_initialized():

@@ -34,10 +34,14 @@ class Recorder:
     """Writes one rank's steps into a folder."""
 
     def __init__(self, folder: Path, config: Config, *, rank: int) -> None:
+        """A full disk costs what could be replayed, not the start: it may be one after a rank's death."""
         self._folder, self._rank = folder, rank
-        folder.mkdir(parents=True, exist_ok=True)
-        if rank == 0:
-            config.save(folder / "args.json")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                config.save(folder / "args.json")
+        except OSError as error:
+            _log.error("settings of the samples are not recorded: %s; a replay needs them", error)
 
     def add(self, step: int, recorded: RecordedStep) -> None:
         """A file that is there is whole: it gets its name last. A full disk costs the file; what can be replayed ends before it."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from accerl_mp.config import Config
+from accerl_mp.files import write_atomically
 from accerl_mp.recovery import (
     CURRENT,
     FORMAT,
@@ -32,7 +33,6 @@ from accerl_mp.recovery import (
     low_water,
     rank_file_name,
     states_in,
-    write_atomically,
 )
 from accerl_mp.topology import RunPaths
 from accerl_mp.trainer.checkpoint import flush, replace_folder

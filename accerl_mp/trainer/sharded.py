@@ -21,14 +21,14 @@ from accerl_mp.trainer.ranks import Ranks
 _log = logging.getLogger(__name__)
 
 
-def build_sharded(config: Config, ranks: Ranks, dtype: torch.dtype) -> tuple[nn.Module, bool]:
+def build_sharded(config: Config, ranks: Ranks, dtype: torch.dtype, *, is_frozen: bool = False) -> tuple[nn.Module, bool]:
     """(the model with its weights, whether whole parameters fit for the length of a step)."""
     device, started = ranks.device, time.perf_counter()
     model = load_model(config, device, meta=True)
     unsharded = fits_unsharded(model, compute_dtype=dtype, device=device)
     if config.model.compile == "on":
         compile_layers(model)
-    shard(model, compute_dtype=dtype, device=device, unsharded=unsharded)
+    shard(model, compute_dtype=dtype, device=device, unsharded=unsharded, is_frozen=is_frozen)
     load_weights(model, Path(config.model.model_path), device, trust_remote_code=config.model.trust_remote_code)
     if not chunk_head(model, device, compiled=config.model.compile == "on") and config.batch.train_logprob_mode == "response_only_lm_head":
         check_logits_to_keep(model, device)
@@ -52,7 +52,7 @@ class Reference:
     """
 
     def __init__(self, config: Config, ranks: Ranks, dtype: torch.dtype) -> None:
-        self._model, _ = build_sharded(config, ranks, dtype)
+        self._model, _ = build_sharded(config, ranks, dtype, is_frozen=True)
         reshard(self._model)
         self._config, self._ranks = config, ranks
         self._known: dict[bytes, Tensor] = {}

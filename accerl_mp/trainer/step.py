@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from accerl_mp.algorithms.losses import StepTotals, normalised_advantages, token_losses, token_weights, weighted_loss
 from accerl_mp.config import Config
-from accerl_mp.models.fsdp import reshard, set_last_micro_batch
+from accerl_mp.models.fsdp import collect_gradients, note_update, reshard, set_last_micro_batch
 from accerl_mp.samples import UNTRAINED, RLSample
 from accerl_mp.trainer.batches import MicroBatch, build_micro_batch
 from accerl_mp.trainer.forward import micro_batch_forward
@@ -84,6 +84,7 @@ class StepResult:
     packs: list["PackShape"] = field(default_factory=list)
     compute_seconds: float = 0.0
     update_seconds: float = 0.0
+    """On a GPU of the update before: this one goes on there while the host is with the next step."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,13 @@ class Stepper:
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(model, config, ranks.device)
         self.num_bad_in_a_row = 0
+        self._clock: _UpdateClock | None = None
 
     def run(self, micro_batches: list[list[RLSample]], totals: LocalTotals, *, step: int, version: int) -> StepResult:
         """Train on this rank's samples. `totals` are those of all ranks; `version` is that of the trainer's weights.
 
-        A non-finite loss or gradient on any rank skips the update on all.
+        A non-finite loss or gradient on any rank skips the update on all. On one GPU the update may still be running on return:
+        whatever is launched on this stream comes after it.
         """
         started = time.perf_counter()
         device = self._ranks.device
@@ -133,12 +136,9 @@ class Stepper:
                 sums += batch_sums
                 ratio_max = torch.maximum(ratio_max, batch_ratio)
                 shapes.append(shape)
-        clock = _UpdateClock(device)
         rate = self._learning_rate(step)
-        grad_norm, is_bad = self._update(sums[0], rate)
-        values = torch.cat([sums, ratio_max[None]]).tolist()
-        update_seconds = clock.seconds()
-        if self._witness:  # only now: the device has nothing left to do, so that its copies hold up nothing
+        values, grad_norm, is_bad, update_seconds = self._update(sums, ratio_max, rate)
+        if self._witness:  # only now: all that the step computes has been launched, so that its copies hold up nothing
             self._witness.see(seen, step=step)
         return StepResult(
             sums=dict(zip(SUMS, values, strict=False)),
@@ -193,6 +193,7 @@ class Stepper:
         if balance is not None:  # a mean over the step's micro-batches, by their trained tokens
             loss = loss + config.router_aux_loss_coef * balance * len(logprobs) / max(totals.num_tokens, 1.0)
         loss.backward()
+        collect_gradients(self._model)
         with torch.no_grad():
             ratio, k3 = losses.d.exp(), losses.k3.detach()
             is_clipped = ((ratio - 1).abs() > config.clip_eps).float()
@@ -203,16 +204,19 @@ class Stepper:
             return sums, ratio.max(), logprobs.detach()
 
     @torch.no_grad()
-    def _update(self, loss_share: Tensor, rate: float) -> tuple[float, bool]:
-        """(gradient norm before clipping, whether the step was skipped). The norm is over all ranks' shards."""
+    def _update(self, sums: Tensor, ratio_max: Tensor, rate: float) -> tuple[list[float], float, bool, float]:
+        """(SUMS and the largest ratio, gradient norm before clipping, whether the step was skipped, seconds). The norm is of all ranks."""
+        clock = _UpdateClock(self._ranks.device)
         grads = [_local(parameter.grad) for parameter in self._trainable if parameter.grad is not None]
         squares = torch.stack(torch._foreach_norm(grads)).square().sum() if grads else torch.zeros((), device=self._ranks.device)
+        numbers = Numbers(torch.cat([sums, ratio_max[None], squares[None]]))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         is_updated = self._ranks.size == 1 and self._ranks.device.type == "cuda"
         if is_updated:
-            self._update_on_device(loss_share, squares)
-        loss_sum, square_sum = self._ranks.sums(torch.stack([loss_share, squares]).tolist())
+            self._update_on_device(sums[0], squares)
+        *values, own_squares = numbers.values()
+        loss_sum, square_sum = self._ranks.sums([values[0], own_squares])
         grad_norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         is_bad = not (math.isfinite(loss_sum) and math.isfinite(grad_norm))
         self._note_bad(is_bad, loss_sum, grad_norm)
@@ -221,8 +225,11 @@ class Stepper:
             if 0 < limit < grad_norm:
                 torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
             self.optimizer.step()
+            note_update(self._model)
         self.optimizer.zero_grad(set_to_none=True)
-        return grad_norm, is_bad
+        clock.stop()
+        before, self._clock = self._clock or clock, clock
+        return values, grad_norm, is_bad, (clock if self._ranks.device.type == "cpu" else before).seconds()
 
     def _update_on_device(self, loss_share: Tensor, squares: Tensor) -> None:
         """Clip and update, or skip, with nothing to agree on: the host has launched it before it knows what the gradient is.
@@ -233,6 +240,7 @@ class Stepper:
         self.optimizer.found_inf = 1.0 - (loss_share.isfinite() & squares.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.grad_scale = ((squares.sqrt() + 1e-6) / limit).clamp(min=1.0) if limit > 0 else None  # type: ignore[attr-defined]
         self.optimizer.step()
+        note_update(self._model)
         del self.optimizer.found_inf, self.optimizer.grad_scale  # type: ignore[attr-defined]
 
     def _note_bad(self, is_bad: bool, loss: float, grad_norm: float) -> None:
@@ -258,21 +266,43 @@ class Stepper:
 
 
 class _UpdateClock:
-    """How long the update takes on the device, which the host has launched it for long before; on the CPU the time until `seconds`."""
+    """How long an update takes: on a GPU by its own clock, since the host is far ahead when it launches it and far away when it ends."""
 
     def __init__(self, device: torch.device) -> None:
-        self._started = time.perf_counter() if device.type == "cpu" else torch.cuda.Event(enable_timing=True)
-        if isinstance(self._started, torch.cuda.Event):
-            self._started.record()
+        self._events = None if device.type == "cpu" else [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        self._started = time.perf_counter()
+        self._seconds = 0.0
+        if self._events:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._started
+        if self._events:
+            self._events[1].record()
 
     def seconds(self) -> float:
-        """To be called when everything launched until now has ended."""
-        if isinstance(self._started, float):
-            return time.perf_counter() - self._started
-        ended = torch.cuda.Event(enable_timing=True)
-        ended.record()
-        ended.synchronize()
-        return self._started.elapsed_time(ended) / 1000
+        """On a GPU 0.0 until it has ended there."""
+        if self._events is None:
+            return self._seconds
+        return self._events[0].elapsed_time(self._events[1]) / 1000 if self._events[1].query() else 0.0
+
+
+class Numbers:
+    """A few numbers of the device, as they are at this place in its work: to wait for them is not to wait for what is launched later."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """`tensor` [N]; the copy is launched here."""
+        self._copied = torch.cuda.Event() if tensor.is_cuda else None
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self._host.copy_(tensor, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def values(self) -> list[float]:
+        """waits for the device to reach that place."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._host.tolist()
 
 
 class ShardAdamW(torch.optim.AdamW):

@@ -8,7 +8,7 @@ from torch import nn
 
 from accerl_mp.config import Config
 from accerl_mp.models.attention import Segments
-from accerl_mp.models.fsdp import set_last_micro_batch
+from accerl_mp.models.fsdp import collect_gradients, set_last_micro_batch
 from accerl_mp.trainer.batches import MicroBatch
 from accerl_mp.trainer.forward import micro_batch_forward
 from accerl_mp.trainer.ranks import Ranks
@@ -28,6 +28,7 @@ def warm_up(model: nn.Module, config: Config, ranks: Ranks) -> None:
     set_last_micro_batch(model, True, unsharded=True)
     forward = micro_batch_forward(model, batch, config, with_balance=config.algorithm.router_aux_loss_coef > 0)
     forward.logprobs.sum().backward()
+    collect_gradients(model)
     model.zero_grad(set_to_none=True)
     _log.info("warmed up with %d tokens in %.1f s%s", sum(batch.lengths), time.perf_counter() - started, peak_memory(ranks.device))
 

@@ -92,6 +92,8 @@ EPISODE_RECORD: dict[str, Any] = {
 }
 """An episode in `played` and in a metric: its fields and their types."""
 
+EVAL_BASE = 1 << 40
+"""Group and episode ids of evaluations begin here; those of training count up from 0."""
 OUTCOMES = ("samples", "zero_std", "rejected")
 """Of a played group: samples follow; no signal, so none follow; nothing in it could be trained."""
 

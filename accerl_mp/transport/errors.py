@@ -2,8 +2,16 @@
 
 from pathlib import Path
 
+from accerl_mp.files import write_over
+
 EXIT_GAME_HUNG = 75
 """A rollout's exit code when it ends itself because of a game: a restart that doesn't count."""
+
+_FILE_BYTES = 4096
+
+
+NOT_TRIED_AGAIN = ("WrongWeights",)
+"""Errors of a trainer rank, by the name that the text of its failure begins with, which a new start of the run would only hide."""
 
 
 class Closed(Exception):
@@ -23,11 +31,18 @@ class PeerLost(RuntimeError):
         return f"lost {self.role}{code}{log}" + (f": {self.detail}" if self.detail else "")
 
     def save(self, path: Path) -> None:
-        """Write it as text, for processes that learn of it from the board (`failed`) and for people."""
+        """Write it as text, for processes that learn of it from the board (`failed`) and for people. After `clear` a full disk has room."""
         code = "" if self.exit_code is None else self.exit_code
-        temporary = path.with_name(path.name + ".new")
-        temporary.write_text(f"role: {self.role}\nexit code: {code}\nlog file: {self.log_file}\n\n{self.detail}\n")
-        temporary.rename(path)
+        text = f"role: {self.role}\nexit code: {code}\nlog file: {self.log_file}\n\n{self.detail}\n"
+        write_over(_spare(path), text, _FILE_BYTES)
+        _spare(path).rename(path)
+
+    @staticmethod
+    def clear(path: Path) -> None:
+        """Nothing is lost, and there is room to say so once something is: OSError where the disk is full before there is any."""
+        if path.exists():
+            path.rename(_spare(path))
+        write_over(_spare(path), "", _FILE_BYTES)
 
     @classmethod
     def load(cls, path: Path) -> "PeerLost":
@@ -38,6 +53,11 @@ class PeerLost(RuntimeError):
         fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
         code = fields.get("exit code", "").strip()
         return cls(fields.get("role", "?"), int(code) if code else None, fields.get("log file", ""), detail.strip())
+
+
+def _spare(path: Path) -> Path:
+    """Keeps the room for it, under a name that says nothing."""
+    return path.with_name(f".{path.name}")
 
 
 class DeadlineExpired(TimeoutError):

@@ -5,6 +5,7 @@ run_process("rollout", main)            # python -m accerl_mp.rollout --run-dir 
 """
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import logging
@@ -52,6 +53,8 @@ class Process:
     board: Board
     stacks: TextIO = sys.stderr
     """The log again, for faulthandler, which needs a file of its own."""
+    reached: Callable[[], int] | None = None
+    """Of a trainer rank: how many collectives it has begun. Asked by the heartbeat, since a rank that stands in one cannot say."""
 
     @property
     def name(self) -> str:
@@ -88,8 +91,9 @@ def exit_now(code: int) -> NoReturn:
     Python 3.11 unwinds a thread that asks for the GIL while the interpreter ends. Out of gloo's C++ that is a call of terminate()
     (seen once in some hundred runs: SIGABRT just after a rank's last collective).
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk, which is no failure of the rank
+            stream.flush()
     os._exit(code)
 
 
@@ -204,8 +208,11 @@ def _cause(health: Health) -> PeerLost | None:
 def _beat(process: Process, stop: threading.Event) -> None:
     """Show that this process lives, and end it if its main thread does not leave in time when the run is over."""
     health, over_since = process.health, None
+    row = health.table.row_of(process.name)
     while not stop.wait(_BEAT_S):
         health.beat()
+        if process.reached is not None:
+            health.table.set_word(row, "reached", process.reached())
         # One that has asked everybody to leave may go first: it does not wait for what a person has started.
         if health.lost is None and not health.board.get("stop") and _has_lost_supervisor(health.table):
             health.lost = PeerLost("supervisor/0", None, str(process.paths.log("supervisor", 0)), "it died without a word")

@@ -25,7 +25,7 @@ from accerl_mp.weight_sync.buckets import BucketSender, make_buffers
 from accerl_mp.weight_sync.group import GroupAddress, WeightGroup, backend_of, join_group, open_store
 from accerl_mp.weight_sync.layout import Manifest, Runs, Slot, checksum, find_runs, iter_messages, plan_layout, slots_of
 from accerl_mp.weight_sync.patience import Patience
-from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncError
+from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncError, WrongWeights
 from accerl_mp.weight_sync.replicas import Replicas
 from accerl_mp.weight_sync.report import PushReport, describe
 from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, probe_ids
@@ -34,9 +34,11 @@ _CLOSE_S = 5.0
 _FLAG, _START_FLAG = "--sync-timeout-s", "--inference-start-timeout-s"
 _LIBRARY_SHARE = 1.5
 """The group's own timeout over ours: our deadline speaks first, and names who waited for whom."""
-_FAILED, _DONE, _DONE_ANEW, _AGAIN, _CLOSED = 0, 1, 2, 3, 4
+_FAILED, _DONE, _DONE_ANEW, _AGAIN, _CLOSED, _WRONG = 0, 1, 2, 3, 4, 5
 """What rank 0 tells the others. _DONE_ANEW: there is a new group, which needs all weights. _AGAIN: the push broke and begins again.
-_CLOSED: the run ends."""
+_CLOSED: the run ends. _WRONG: WrongWeights."""
+_FOLLOW_S = 5.0
+"""Rank 0's error names the tensor or the peer: the others' errors, which don't, come this much later at most."""
 _STOP_GRACE_S = 10.0
 """When the run ends, ranks leave a push together, at rank 0's word; this long they wait for it."""
 
@@ -338,8 +340,9 @@ class WeightSync:
             raise error
         if verdict == _CLOSED:
             raise Closed("trainer/0 was asked to stop in a push")
-        if verdict == _FAILED:
-            raise SyncError(f"trainer/0 could not {what}; its log says why")
+        if verdict in (_FAILED, _WRONG):
+            self._let_rank_0_speak()
+            raise (WrongWeights if verdict == _WRONG else SyncError)(f"trainer/0 could not {what}; its log says why")
         if verdict == _DONE_ANEW:
             self._num_pushes = 0
         return verdict != _AGAIN
@@ -357,11 +360,17 @@ class WeightSync:
     def _judge(self, failure: Exception) -> tuple[int, Exception | None]:
         """(_AGAIN, None) if a new group may mend it; then the next `_begin` forms one. May wait some seconds (`Patience.allows`)."""
         if not self._patience.allows(failure):
-            return _FAILED, failure
+            return _WRONG if isinstance(failure, WrongWeights) else _FAILED, failure
         _log.warning("push %d broke and begins again: %s", self._version, failure)
         self._replicas.reconnect()
         self._sessions = []
         return _AGAIN, None
+
+    def _let_rank_0_speak(self) -> None:
+        """waits for: rank 0 to have left the reason of its end in the health table, at most 5 s."""
+        table, deadline = self._process.health.table, time.monotonic() + _FOLLOW_S
+        while table.read(table.row_of("trainer/0")).state not in ("failed", "ended") and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _tell(self, verdict: int, what: str, limit_s: float, flag: str) -> int:
         """Rank 0's verdict, on every rank. Over gloo: a GPU that waited in NCCL would compute nothing else meanwhile."""

@@ -12,13 +12,13 @@ import torch
 from trainer_cases import config_for, made_samples, sharded_model, single_rank, start_ranks, train_steps
 
 from accerl_mp.config import Config
-from accerl_mp.models import cudnn_attention
+from accerl_mp.models import cudnn_attention, fsdp, gradient_sums
 from accerl_mp.models.build import compute_dtype
 from accerl_mp.models.units import iter_weights
 from accerl_mp.trainer.probe import forced_logprobs
 from accerl_mp.trainer.ranks import Ranks, limit_memory
 from accerl_mp.trainer.sharded import build_sharded
-from accerl_mp.trainer.step import LocalTotals, Stepper
+from accerl_mp.trainer.step import LocalTotals, Numbers, Stepper
 from accerl_mp.transport.health import Health
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -136,6 +136,52 @@ def test_an_update_launched_ahead_is_that_of_the_host(limit: float, tmp_path: Pa
     exact, got = _trained_on_cpu(tmp_path, max_grad_norm=limit), _trained_on_one_gpu(_config(tmp_path, **options))
     assert got["norms"] == pytest.approx(exact["norms"], rel=1e-3)
     assert (got["after"] - exact["after"]).abs().mean() < 0.02 * (exact["after"] - exact["before"]).abs().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_sum", [False, True])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_the_kernel_adds_what_pytorch_adds(count: int, has_sum: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    shapes = [(3, 5), (128,), (4096, 1024), (gradient_sums.BLOCK,), (gradient_sums.BLOCK + 1,), (1,)]
+    sums = [torch.randn(shape, device="cuda") for shape in shapes]
+    parts = [[torch.randn(shape, device="cuda").to(dtype) for _ in range(count)] for shape in shapes]
+    expected = [total.clone() for total in sums]
+    monkeypatch.setattr(gradient_sums, "launch", lambda *_, **__: False)
+    gradient_sums.add_up(expected, parts, has_sum=has_sum)
+    monkeypatch.undo()  # from here on the kernel
+    assert gradient_sums.launch(sums, parts, has_sum=has_sum)
+    assert all(torch.equal(one, other) for one, other in zip(sums, expected, strict=True))
+
+
+def test_numbers_are_those_of_their_place_and_wait_for_nothing_later() -> None:
+    tensor, large = torch.tensor([1.0, 2.0], device="cuda"), torch.randn(8192, 8192, device="cuda")
+    for _ in range(2):  # the first warms up
+        torch.cuda.synchronize()
+        tensor.copy_(torch.tensor([1.0, 2.0]))
+        numbers = Numbers(tensor)
+        for _ in range(20):
+            large @ large
+        tensor.zero_()
+        behind = torch.cuda.Event()
+        behind.record()
+        assert numbers.values() == [1.0, 2.0]
+    assert not behind.query()  # the products, half a second of them, are still running
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("compile_choice", ["off", "on"])
+def test_own_copies_train_as_fsdp2_does(compile_choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step's forward; then up to what kernels that add in any order leave."""
+    tiny.save_tiny(tmp_path, **SIZES)
+    config = _config(tmp_path, compile=compile_choice)
+    own = _trained_on_one_gpu(config)
+    monkeypatch.setattr(fsdp, "is_held_whole", lambda *_: False)
+    expected = _trained_on_one_gpu(config)
+    assert torch.equal(own["before"], expected["before"])
+    assert own["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-5)
+    assert own["norms"] == pytest.approx(expected["norms"], rel=1e-2)
+    assert (own["after"] - expected["after"]).abs().mean() < 0.02
 
 
 def test_a_step_without_a_finite_gradient_changes_nothing(tmp_path: Path) -> None:
