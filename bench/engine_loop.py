@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import numpy as np
 import psutil
 
 from bench.common import Result, make_parser, parse
@@ -33,6 +34,8 @@ from bench.models import model_folder
 
 _TRACE_S = 1.0
 _CHECKED = 24
+_MOST_NATS = 0.15
+"""bfloat16 in another batch: 0.10 to 0.14 were seen; graphs that read the wrong keys gave 13 and more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,7 @@ async def _check(result: Result, engine: Any, load: Load, labels: dict[str, Any]
         alone = await engine.forced_logprobs("check", ids)
         differences += [abs(one - other) for one, other in zip(logprobs, alone[-len(logprobs) :], strict=True)]
     result.add("|logprob under load - alone|", differences, "nats", "lower", **labels)
+    result.target(f"{labels}: p95 of |logprob under load - alone|", float(np.percentile(differences, 95)), at_most=_MOST_NATS)
 
 
 async def _stretch(result: Result, engine: Any, load: Load, args: argparse.Namespace, labels: dict[str, Any]) -> None:
@@ -279,7 +283,7 @@ def main() -> None:
     )
     args = parse(parser)
     if args.quick:
-        args.repeats, args.seconds, args.warm_s, args.cases = 1, 3.0, 2.0, ["trained:16"]
+        args.repeats, args.seconds, args.warm_s, args.window, args.cases = 1, 3.0, 2.0, 2048, ["trained:16"]
     args.watched = args.watched or args.cases[:1]
     result = Result("engine_loop", args)
     from accerl_mp.transport.loop import run_loop

@@ -29,12 +29,13 @@ class LoopWatcher(WeightReceiver):
             return self._runs(scheduled, *args, **options)
 
         runner.execute_model = execute_model
-        if (graphs := getattr(runner, "cudagraph_manager", None)) is not None:
+        graphs = _graphs_of(runner)
+        if graphs is not None:
             dispatch, modes = type(graphs).dispatch, self._modes
 
             def counted(*args: Any, **options: Any) -> Any:
                 found = dispatch(graphs, *args, **options)
-                modes[found.cg_mode.name] += 1
+                modes[(found[0] if isinstance(found, tuple) else found.cg_mode).name] += 1
                 return found
 
             graphs.dispatch = counted
@@ -43,7 +44,7 @@ class LoopWatcher(WeightReceiver):
         """{"steps": [(s, tokens, requests, new requests)], "modes": {CUDA graph mode: steps}} since `loop_start`."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         runner.execute_model = self._runs
-        if (graphs := getattr(runner, "cudagraph_manager", None)) is not None:
+        if (graphs := _graphs_of(runner)) is not None:
             del graphs.dispatch
         return {"steps": self._steps, "modes": dict(self._modes)}
 
@@ -68,6 +69,11 @@ class LoopWatcher(WeightReceiver):
             "kernels": _sums(on_device),
             "calls": _sums(set(events) - set(on_device)),
         }
+
+
+def _graphs_of(runner: Any) -> Any:
+    """What chooses a step's CUDA graph, by the name that each of vLLM's runners has for it; None on a CPU with vLLM 0.32."""
+    return getattr(runner, "cudagraph_manager", None) or getattr(runner, "cudagraph_dispatcher", None)
 
 
 def _covered(spans: list[tuple[int, int]]) -> int:

@@ -121,13 +121,17 @@ def env_steps_per_cpu_second(path: str, num_steps: int, *, wrapped: bool) -> flo
 
 def episode_cpu_ms(paths: list[str], num_episodes: int, *, pooled: bool) -> float:
     """Groups of eight episodes side by side, of one game after the other, each of up to three random admissible commands."""
-    from accerl_mp.rollout.env import EnvPool, TextWorldEnv
+    from accerl_mp.rollout import env as games_env
 
-    rng, games, pool = random.Random(0), itertools.cycle(paths), EnvPool(_GROUP)
+    def open_anew(path: str) -> games_env.TextWorldEnv:
+        games_env._read_files.cache_clear()
+        return games_env.TextWorldEnv(path)
+
+    rng, games, pool = random.Random(0), itertools.cycle(paths), games_env.EnvPool(_GROUP)
     started, num_played = time.process_time(), 0
     while num_played < num_episodes:
         path = next(games)
-        envs = [pool.acquire(path) if pooled else TextWorldEnv(path) for _ in range(_GROUP)]
+        envs = [pool.acquire(path) if pooled else open_anew(path) for _ in range(_GROUP)]
         for env in envs:
             seen = env.reset(1)
             for _ in range(3):
@@ -154,7 +158,7 @@ def measure_env(result: Result, repeats: int, num_steps: int) -> None:
     for name, values in steps.items():
         result.add("env steps", values, "steps/s and core", "higher", side=name)
     result.ratio("env steps ours / TextWorld's own", *steps.values())
-    sides = {"pool that switches games": True, "opened and closed each time": False}
+    sides = {"the pool's, which go on to the next game": True, "opened for each episode": False}
     games = [str(path) for path in sorted(make_games().glob("*.z8"))]
     costs = alternate(
         {name: lambda pooled=pooled: episode_cpu_ms(games, num_steps // 8, pooled=pooled) for name, pooled in sides.items()},
@@ -162,7 +166,7 @@ def measure_env(result: Result, repeats: int, num_steps: int) -> None:
     )
     for name, values in costs.items():
         result.add("CPU of an episode's env, the game's start and three steps", values, "ms", "lower", side=name)
-    result.ratio("CPU of an episode's env, pool / opened each time", *costs.values())
+    result.ratio("CPU of an episode's env, pool / opened for each", *costs.values())
 
 
 async def measure_requests(result: Result, run: Any, alone: VllmAlone, args: Any) -> None:
@@ -225,11 +229,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each stretch in which rollouts play")
     parser.add_argument("--env-steps", type=int, default=1500, help="of TextWorld alone, each repeat")
     parser.add_argument("--episodes", type=int, default=96, help="whose prompts vLLM alone is given, the latest")
+    parser.add_argument("--only-games", action="store_true", help="no vLLM: what the games themselves cost")
     args = parse(parser)
     if args.quick:
         args.repeats, args.seconds, args.episodes, args.env_steps = 1, 4.0, 32, 300
     result = Result("rollout", args)
     measure_env(result, args.repeats, args.env_steps)
+    if args.only_games:
+        result.finish()
+        return
     from tempfile import TemporaryDirectory
 
     from accerl_mp.launcher.environment import gpu_plan, role_environment

@@ -100,7 +100,7 @@ def test_trainer_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["startup", "rollout", "end_to_end", "sync_modes", "engines", "four_gpus", "weight_sync"])
+@pytest.mark.parametrize("name", ["startup", "rollout", "end_to_end", "sync_modes", "engines", "four_gpus", "engine_loop", "weight_sync"])
 def test_scripts_that_start_vllm_run(name: str, tmp_path: Path) -> None:
     run_bench(name, tmp_path / f"{name}.json", timeout_s=580)
 

@@ -9,13 +9,13 @@ import contextlib
 import copy
 import itertools
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import vllm
+import vllm.envs
 import vllm.exceptions
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
@@ -261,4 +261,4 @@ def _takes_whole_graphs(tp_size: int) -> bool:
     with the older model runner of 0.24. With the newer one the logprobs of 2,000-token prompts under load were off by up to 19 nats
     (bench/engine_loop.py compares them with each request alone), so nothing that was not measured gets them.
     """
-    return vllm.__version__.startswith("0.24.") and tp_size == 1 and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+    return vllm.__version__.startswith("0.24.") and tp_size == 1 and getattr(vllm.envs, "VLLM_USE_V2_MODEL_RUNNER", None) is False

@@ -22,6 +22,8 @@ _TRAINER_BASE = 3 * GIB // 2
 """CUDA context, NCCL's buffers, cuBLAS workspaces."""
 _VLLM_BASE = 3 * GIB
 """The same, CUDA graphs, sampling buffers."""
+_GRAPH_TOKENS, _KEY_SPLITS = 2048, 32
+"""Of vLLM's largest CUDA graph (inference/engine.py), and the parts into which FlashAttention may split a sequence's keys in one."""
 _TRAINED_SHARE = 0.25
 """Of a pack's tokens, where the head runs at trained ones only; the rest is prompt."""
 
@@ -151,6 +153,9 @@ def _vllm_bytes(model: nn.Module, config: Config) -> dict[str, int]:
     per_token = _itemsize(config) * (4 * settings.hidden_size + 3 * _intermediate(settings))
     size_bytes = _itemsize(config) * total
     working = inference.vllm_max_num_batched_tokens * per_token + inference.vllm_max_num_seqs * settings.vocab_size * 16
+    if not inference.enforce_eager:  # float32 partial sums of each part
+        heads = settings.num_attention_heads // inference.infer_tp_size
+        working += 4 * heads * head_size(settings) * _KEY_SPLITS * min(_GRAPH_TOKENS, inference.vllm_max_num_batched_tokens)
     # Staging holds the whole model on each worker, whatever --infer-tp-size is.
     return {"weights": size_bytes // inference.infer_tp_size, "staging": size_bytes, "working memory": working + _VLLM_BASE}
 
