@@ -58,6 +58,7 @@ def test_light_roles_and_cpu_ranks_have_one_thread(role: str) -> None:
     [
         ("colocated", "0.24.0", 1, None, "0"),
         ("colocated", "0.24.0", 1, "1", "1"),
+        ("colocated", "0.24.0", 1, "", "0"),
         ("dedicated", "0.24.0", 2, None, None),
         ("colocated", "0.32.0", 1, None, None),
         ("colocated", "", 1, None, None),

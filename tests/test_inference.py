@@ -77,7 +77,6 @@ ENGINE_FLAGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 WHOLE_GRAPHS = [
     ("0.24.0", "0", {"placement": "colocated"}, True),
     ("0.24.0", "1", {"placement": "colocated"}, False),
-    ("0.24.0", "", {"placement": "colocated"}, False),
     ("0.24.0", "0", {"placement": "dedicated", "infer_tp_size": 2}, False),
     ("0.24.0", "0", {"placement": "dedicated", "enforce_eager": True}, False),
     ("0.32.0", "0", {"placement": "dedicated"}, False),

@@ -74,7 +74,7 @@ def _vllm_settings(config: Config, base: Mapping[str, str]) -> dict[str, str]:
         return _VLLM | _VLLM_CPU
     if config.inference.infer_tp_size > 1 or not _version_of("vllm").startswith("0.24."):
         return _VLLM
-    return _VLLM | {name: base.get(name, value) for name, value in _VLLM_GPU.items()}
+    return _VLLM | {name: base.get(name) or value for name, value in _VLLM_GPU.items()}  # vLLM wants a number
 
 
 def _version_of(package: str) -> str:
