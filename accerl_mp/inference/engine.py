@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import vllm
-import vllm.envs
 import vllm.exceptions
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.inputs.engine import tokens_input
@@ -249,16 +248,4 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = int(inference.kv_cache_gib * 2**30)
     if not arguments["enforce_eager"]:
         arguments["cudagraph_capture_sizes"] = [size for size in _GRAPH_SIZES if size <= arguments["max_num_batched_tokens"]]
-        if _takes_whole_graphs(inference.infer_tp_size):
-            arguments["compilation_config"] = {"cudagraph_mode": "FULL"}
     return arguments | {"gpu_memory_utilization": inference.gpu_memory_utilization}
-
-
-def _takes_whole_graphs(tp_size: int) -> bool:
-    """CUDA graphs of whole steps, those with prompts in them included, where attention allows it (FlashAttention 3; else vLLM falls back).
-
-    vLLM's default breaks a step with a prompt at every attention: 60 launches from Python and as many small graphs. Whole ones are right
-    with the older model runner of 0.24. With the newer one the logprobs of 2,000-token prompts under load were off by up to 19 nats
-    (bench/engine_loop.py compares them with each request alone), so nothing that was not measured gets them.
-    """
-    return vllm.__version__.startswith("0.24.") and tp_size == 1 and getattr(vllm.envs, "VLLM_USE_V2_MODEL_RUNNER", None) is False
