@@ -279,7 +279,7 @@ def main() -> None:
     parser.add_argument("--keep-env", nargs="*", default=[], metavar="NAME", help="variables that the run's own table must not set")
     parser.add_argument("--profiler", default="", help="a command run beside each stretch; {pid}, {seconds} and {case} in it")
     parser.add_argument(
-        "--when", type=Path, nargs="+", default=[], help="start the engine at once, and measure when each of these files is there"
+        "--when", nargs="+", default=[], help="start the engine at once, and measure when each of these files is there"
     )
     args = parse(parser)
     if args.quick:
