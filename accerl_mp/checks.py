@@ -248,11 +248,6 @@ def _inference(config: Config) -> Iterator[str]:
         yield f"--gpu-memory-utilization must be in (0, 1), got {inference.gpu_memory_utilization}"
     if inference.enable_expert_parallel and inference.infer_tp_size == 1:
         yield "--enable-expert-parallel spreads experts over --infer-tp-size GPUs, which is 1: leave it out"
-    if inference.vllm_whole_graphs and (inference.vllm_max_model_len < 4096 or inference.infer_tp_size > 1):
-        yield (
-            f"--vllm-whole-graphs with --vllm-max-model-len {inference.vllm_max_model_len} and --infer-tp-size {inference.infer_tp_size}: "
-            "where its context is under 4096 vLLM dies or its logprobs are wrong; more than one GPU was never tried: leave it out"
-        )
 
 
 def _engine(config: Config) -> Iterator[str]:
@@ -369,7 +364,6 @@ def _without_effect(config: Config, typed: Config) -> Iterator[str]:
         ("kv_on_sync", config.sync.sync_mode == "drain", "--sync-mode drain clears the cache"),
         ("gpu_memory_utilization", is_cpu, "--placement is cpu"),
         ("enforce_eager", is_cpu, "--placement is cpu, where vLLM has no CUDA graphs"),
-        ("vllm_whole_graphs", is_cpu or config.inference.enforce_eager, "vLLM makes no CUDA graphs"),
         ("train_token_budget", config.batch.train_packing == "padded", "--train-packing is padded"),
     ):
         if is_idle and values[name] != default[name]:

@@ -204,9 +204,10 @@ class InferenceConfig:
     vllm_max_model_len: int | None = flag(None, "vLLM's context length (default: the window, which holds the replies too)")
     disable_vllm_prefix_caching: bool = flag(False, "recompute the whole prompt at every turn")
     gpu_memory_utilization: float | None = flag(None, "share of a GPU's memory for vLLM (default: 0.85 dedicated, 0.35 colocated)")
-    kv_cache_gib: float | None = flag(None, "GiB of vLLM's KV cache on each GPU (default: what its share leaves; on a CPU 1)", above=0)
+    kv_cache_gib: float | None = flag(
+        None, "GiB of vLLM's KV cache on each GPU (default: its share less weights, staging and working memory; on a CPU 1)", above=0
+    )
     enforce_eager: bool = flag(False, "no CUDA graphs in vLLM")
-    vllm_whole_graphs: bool = flag(False, "experimental: CUDA graphs of whole vLLM steps (vLLM 0.24, a window of 4096 or more)")
     enable_expert_parallel: bool = flag(False, "spread a MoE model's experts over --infer-tp-size GPUs")
     inference_start_timeout_s: float = flag(900.0, "an engine may take this long to start", above=0)
     request_timeout_s: float = flag(300.0, "a reply may take this long; then the turn is submitted again", above=0)

@@ -242,8 +242,7 @@ def settings(args: argparse.Namespace, model: Path, folder: str) -> Any:
     values = {
         "model_path": str(model), "tw_game_dir": folder, "tw_history_token_window": args.window, "max_length": args.window,
         "fsdp_world_size": 1, "vllm_max_num_seqs": max(int(case.partition(":")[2]) for case in args.cases),
-        "vllm_max_num_batched_tokens": args.step_tokens, "vllm_whole_graphs": args.whole_graphs,
-        "kv_cache_gib": args.kv_cache_gib if num_gpus else None,
+        "vllm_max_num_batched_tokens": args.step_tokens, "kv_cache_gib": args.kv_cache_gib if num_gpus else None,
         "placement": "colocated" if num_gpus else "cpu",
     }  # fmt: skip
     return resolve(Config.from_flat(values), num_gpus=num_gpus, log_dir=folder)
@@ -272,7 +271,6 @@ def main() -> None:
     parser.add_argument("--watched", nargs="*", metavar="EPISODES:N", help="cases for --trace and --profiler (default: the first)")
     parser.add_argument("--window", type=int, default=4096, help="longest prompt and reply")
     parser.add_argument("--step-tokens", type=int, default=8192, help="most tokens of one vLLM step")
-    parser.add_argument("--whole-graphs", action="store_true", help="as --vllm-whole-graphs")
     parser.add_argument("--kv-cache-gib", type=float, default=12.0, help="on a GPU")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each stretch")
     parser.add_argument("--warm-s", type=float, default=4.0, help="before the first")

@@ -220,7 +220,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization must be in (0, 1)"),
     ({"enable_expert_parallel": True, "infer_tp_size": 2}, "has no experts: leave it out"),
     ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
-    ({"vllm_whole_graphs": True, "tw_history_token_window": 1536}, "--vllm-whole-graphs with --vllm-max-model-len 1537"),
     ({"eval_every_rounds": 5}, "--eval-every-rounds 5 needs --eval-game-dir"),
     ({"eval_game_dir": "/no/such"}, "--eval-game-dir /no/such: no such folder"),
     ({"checkpoint_every_sync_rounds": 5}, "needs --save-checkpoint"),

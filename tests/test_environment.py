@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from accerl_mp.config import Config, resolve
+from accerl_mp.launcher import environment as environment_module
 from accerl_mp.launcher.environment import gpu_plan, num_threads, rank_environment, role_environment, vllm_sockets
 from accerl_mp.launcher.roles import build_roles, table_names
 from accerl_mp.topology import GpuPlan, RunPaths
@@ -52,16 +53,28 @@ def test_light_roles_and_cpu_ranks_have_one_thread(role: str) -> None:
     assert num_threads(role, config_of()) == 1
 
 
-@pytest.mark.parametrize("exported", [None, "", "1"])
-@pytest.mark.parametrize(("placement", "whole_graphs"), [("colocated", True), ("colocated", False), ("cpu", True)])
-def test_whole_graphs_come_with_the_model_runner_that_makes_them_right(placement: str, whole_graphs: bool, exported: str | None) -> None:
-    """Whatever the user has exported; without them, vLLM and the user choose."""
-    flags = {"placement": placement, "model_path": "m", "vllm_whole_graphs": whole_graphs}
-    config = resolve(Config.from_flat(flags), num_gpus=1, log_dir="runs/x")
+@pytest.mark.parametrize(
+    ("placement", "vllm", "tp_size", "exported", "expected"),
+    [
+        ("colocated", "0.24.0", 1, None, "0"),
+        ("colocated", "0.24.0", 1, "1", "1"),
+        ("colocated", "0.24.0", 1, "", "0"),
+        ("dedicated", "0.24.0", 2, None, None),
+        ("colocated", "0.32.0", 1, None, None),
+        ("colocated", "", 1, None, None),
+        ("cpu", "0.24.0", 1, None, None),
+    ],
+)
+def test_vllms_model_runner_is_chosen_where_it_was_measured_unless_the_user_has(
+    monkeypatch: pytest.MonkeyPatch, placement: str, vllm: str, tp_size: int, exported: str | None, expected: str | None
+) -> None:
+    monkeypatch.setattr(environment_module, "_version_of", lambda package: vllm)
+    flags = {"placement": placement, "model_path": "m", "infer_tp_size": tp_size}
+    config = resolve(Config.from_flat(flags), num_gpus=3, log_dir="runs/x")
     base = {} if exported is None else {"VLLM_USE_V2_MODEL_RUNNER": exported}
-    environment = role_environment("inference", 0, config=config, plan=GpuPlan(["0"], [["0"]]), base=base)
-    expected = "0" if placement == "colocated" and whole_graphs else exported
+    environment = role_environment("inference", 0, config=config, plan=GpuPlan(["0"], [["1", "2"]]), base=base)
     assert environment.get("VLLM_USE_V2_MODEL_RUNNER") == expected
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in role_environment("rollout", 0, config=config, plan=GpuPlan(["0"], [["1", "2"]]), base={})
 
 
 def test_vllms_own_sockets_and_processes_belong_to_the_run(tmp_path: Path) -> None:

@@ -249,19 +249,16 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = int(inference.kv_cache_gib * 2**30)
     if not arguments["enforce_eager"]:
         arguments["cudagraph_capture_sizes"] = [size for size in _GRAPH_SIZES if size <= arguments["max_num_batched_tokens"]]
-        if inference.vllm_whole_graphs:
-            arguments["compilation_config"] = {"cudagraph_mode": _whole_graphs()}
+        if _takes_whole_graphs(inference.infer_tp_size):
+            arguments["compilation_config"] = {"cudagraph_mode": "FULL"}
     return arguments | {"gpu_memory_utilization": inference.gpu_memory_utilization}
 
 
-def _whole_graphs() -> str:
-    """vLLM's mode for CUDA graphs of whole steps, those with prompts in them included (FlashAttention 3; else vLLM falls back).
+def _takes_whole_graphs(tp_size: int) -> bool:
+    """CUDA graphs of whole steps, those with prompts in them included, where attention allows it (FlashAttention 3; else vLLM falls back).
 
-    vLLM's default breaks a step with a prompt at every attention: 60 launches from Python and as many small graphs. Whole ones were right
-    with the older model runner of 0.24 and graphs of at most half the window (bench/engine_loop.py compares logprobs under load with
-    each request's alone). With the newer runner they are off by up to 19 nats, with graphs as long as the window NaN came out, and with
-    longer ones vLLM dies in flash_fwd_combine.
+    vLLM's default breaks a step with a prompt at every attention: 60 launches from Python and as many small graphs. Whole ones are right
+    with the older model runner of 0.24. With the newer one the logprobs of 2,000-token prompts under load were off by up to 19 nats
+    (bench/engine_loop.py compares them with each request alone), so nothing that was not measured gets them.
     """
-    if not vllm.__version__.startswith("0.24.") or vllm.envs.VLLM_USE_V2_MODEL_RUNNER is not False:
-        raise EngineError(f"--vllm-whole-graphs: right with vLLM 0.24's older model runner alone, this is {vllm.__version__}")
-    return "FULL"
+    return vllm.__version__.startswith("0.24.") and tp_size == 1 and getattr(vllm.envs, "VLLM_USE_V2_MODEL_RUNNER", None) is False
