@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from torch.distributed.fsdp import FSDPModule
-from trainer_cases import CPU, config_for, made_samples, sharded_model, single_rank, train_steps
+from trainer_cases import CPU, config_for, gathered, made_samples, run_ranks, sharded_model, single_rank, train_steps
 
 from accerl_mp.config import Config
 from accerl_mp.models import fsdp
@@ -92,6 +92,21 @@ def test_it_is_fsdp2_bit_by_bit(name: str, ranks: Ranks, tmp_path: Path, monkeyp
         assert list(mine) == list(theirs)
         assert all(torch.equal(mine[tensor], theirs[tensor]) for tensor in mine), key
     assert own == expected
+
+
+def test_what_does_not_train_takes_no_part_in_a_backward(tmp_path: Path, ranks: Ranks) -> None:
+    tiny.save_tiny(tmp_path, tied=False)
+    model = sharded_model(_config(tmp_path, train_mode="lm_head"))
+    masters = dict(model.named_parameters())
+    logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits
+    standing = dict(model.named_parameters())
+    assert {name: copy.requires_grad for name, copy in standing.items()} == {name: master.requires_grad for name, master in masters.items()}
+    assert sum(copy.requires_grad for copy in standing.values()) == 1
+    assert all(copy.dtype == torch.bfloat16 for copy in standing.values())
+    logits.float().sum().backward()
+    fsdp.collect_gradients(model)
+    assert [name for name, master in model.named_parameters() if master.grad is not None] == ["lm_head.weight"]
+    assert all(master is masters[name] for name, master in model.named_parameters())
 
 
 def test_a_gradient_that_some_micro_batches_lack_is_the_sum_of_the_others(tmp_path: Path, ranks: Ranks) -> None:
@@ -175,6 +190,48 @@ def test_a_saved_state_goes_on_with_the_same_bits(tmp_path: Path, ranks: Ranks, 
             load_tensors(model, stepper.optimizer, tmp_path / f"held {is_saved_held}", saver.group)
             found.append(_run(stepper, samples[1]))
     assert all(one == found[0] for one in found[1:])
+
+
+def test_two_ranks_go_on_from_it(tmp_path: Path, ranks: Ranks) -> None:
+    """The same weights and moments, and the next step's gradient as of one rank, up to bfloat16's rounding of two halves."""
+    import torch.distributed.checkpoint as dcp
+
+    tiny.save_tiny(tmp_path / "model")
+    config = _config(tmp_path / "model")
+    saver = Saver(tmp_path / "resume", config, ranks, Health.detached("trainer/0"))
+    stepper = Stepper(sharded_model(config), config, ranks, unsharded=True)
+    _run(stepper, [[sample] for sample in made_samples(3, seed=1)])
+    dcp.save(copied(tensors_of(stepper._model, stepper.optimizer), saver.mesh), checkpoint_id=tmp_path / "state", process_group=saver.group)
+    expected = _state(stepper) | {"norm": _norm(stepper, ranks)}
+    run_ranks(_go_on, 2, tmp_path)
+    got = torch.load(tmp_path / "two.pt")
+    assert got.pop("norm") == pytest.approx(expected.pop("norm"), rel=1e-2)
+    assert list(got) == list(expected)
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+
+
+def _go_on(ranks: Ranks, folder: Path) -> None:
+    config = _config(folder / "model", fsdp_world_size=2)
+    stepper = Stepper(sharded_model(config), config, ranks, unsharded=True)
+    saver = Saver(folder / "resume", config, ranks, Health.detached())
+    load_tensors(stepper._model, stepper.optimizer, folder / "state", saver.group)
+    found = _state(stepper)
+    found["norm"] = _norm(stepper, ranks)
+    if ranks.rank == 0:
+        torch.save(found, folder / "two.pt")
+
+
+def _state(stepper: Stepper) -> dict[str, Any]:
+    """Weights and moments, whole. Collective."""
+    tensors = tensors_of(stepper._model, stepper.optimizer)
+    return {name: gathered(tensor).clone() for name, tensor in tensors.items()}
+
+
+def _norm(stepper: Stepper, ranks: Ranks) -> float:
+    """Of the gradient of one more step, on the same four samples whatever the number of ranks."""
+    samples = made_samples(4, seed=2)[ranks.rank :: ranks.size]
+    totals = LocalTotals(*ranks.sums(LocalTotals.of(samples).numbers()))
+    return stepper.run([samples], totals, step=1, version=0).grad_norm
 
 
 def _run(stepper: Stepper, micro_batches: list[list[Any]]) -> list[bytes]:

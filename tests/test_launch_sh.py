@@ -298,7 +298,7 @@ def test_prepare_reports_all_problems_at_once_and_touches_nothing(tmp_path: Path
     template.write_text(chat_fixture.THINKING)
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run/args.json").write_text("{}")
-    words = ["--replay-bytes", str(10**13), "--log-level", "loud", "--chat-template", str(template), "--max-length", "10"]
+    words = ["--replay-bytes", str(10**12), "--log-level", "loud", "--chat-template", str(template), "--max-length", "10"]
     done = prepare(tmp_path, *model_and_games, *words)
     assert done.returncode == 2
     for part in (

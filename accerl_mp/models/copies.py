@@ -72,10 +72,10 @@ class Copies:
             self.forget()
 
     def forget(self) -> None:
-        """All gradients of a step that was left in its middle. The masters stand in the modules again."""
-        for pending, copy, master in zip(self._pending, self._copies, self._masters, strict=True):
+        """Gradients that wait, of a step that was left in its middle. The masters stand in the modules again."""
+        for pending, copy in zip(self._pending, self._copies, strict=True):
             pending.clear()
-            copy.grad = master.grad = None
+            copy.grad = None
         self._num_pending = 0
         self._put_back()
 

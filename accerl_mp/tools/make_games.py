@@ -15,6 +15,7 @@ import os
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def make_all(recipes: list[Recipe], out: Path, num_processes: int) -> list[MadeG
     return [made[recipe.split, recipe.index] for recipe in recipes]
 
 
-def _pool(num_processes: int) -> ProcessPoolExecutor:
+def _pool(num_processes: int) -> AbstractContextManager[ProcessPoolExecutor]:
     # Sets of names come out in hash order: a fixed hash seed makes the same games in every process. It must be in
     # the environment before a child's interpreter starts, hence spawn.
     os.environ["PYTHONHASHSEED"] = "0"

@@ -1,11 +1,16 @@
 """Processes that a tool works with, which end with it."""
 
+import contextlib
 import signal
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 
 from accerl_mp.transport.process import die_with_parent
+
+_started: list["_Process"] = []
 
 
 class _Process(SpawnProcess):
@@ -21,6 +26,7 @@ class _Process(SpawnProcess):
         handler = signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
         try:
             super().start()
+            _started.append(self)
         finally:
             signal.signal(signal.SIGINT, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -32,6 +38,24 @@ class _Context(SpawnContext):
     Process = _Process
 
 
-def open_pool(num_processes: int) -> ProcessPoolExecutor:
-    """Fresh interpreters. What they wait for is the pool's: tasks, until it is shut down or its process is gone."""
-    return ProcessPoolExecutor(num_processes, mp_context=_Context(), initializer=die_with_parent)
+@contextlib.contextmanager
+def open_pool(num_processes: int) -> Iterator[ProcessPoolExecutor]:
+    """Fresh interpreters, for one pool at a time. If the block fails or is interrupted, what they do is cut short.
+
+    waits for      at the end, the tasks that are not done; after a failure, only until processes have left theirs
+    """
+    pool, is_done = ProcessPoolExecutor(num_processes, mp_context=_Context(), initializer=_begin), False
+    try:
+        yield pool
+        is_done = True
+    finally:
+        for process in [] if is_done else _started:
+            process.terminate()
+        pool.shutdown(cancel_futures=not is_done)
+        _started.clear()
+
+
+def _begin() -> None:
+    """SIGTERM ends the task, not the process, which then tidies up as at any end."""
+    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
