@@ -278,9 +278,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="arguments of vLLM")
     parser.add_argument("--keep-env", nargs="*", default=[], metavar="NAME", help="variables that the run's own table must not set")
     parser.add_argument("--profiler", default="", help="a command run beside each stretch; {pid}, {seconds} and {case} in it")
-    parser.add_argument(
-        "--when", nargs="+", default=[], help="start the engine at once, and measure when each of these files is there"
-    )
+    parser.add_argument("--when", nargs="+", default=[], help="start the engine at once, and measure when each of these files is there")
     args = parse(parser)
     if args.quick:
         args.repeats, args.seconds, args.warm_s, args.window, args.cases = 1, 3.0, 2.0, 2048, ["trained:16"]

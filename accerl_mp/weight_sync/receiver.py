@@ -7,7 +7,7 @@ What differs between vLLM 0.24 and 0.32, all of it (the rest of this project kno
 
 | what | 0.24 | 0.32 | where |
 |---|---|---|---|
-| tokens of a request | `requests`; on GPU with VLLM_USE_V2_MODEL_RUNNER=1 `req_states` | `requests` | `TokenCounts` |
+| tokens of a request | on GPU `req_states` (vllm/v1/worker/gpu) or `requests`, by model | `requests` on CPU | `TokenCounts` |
 | a tied LM head in a reload | (not run on CPU) | keeps its packed dummy weights on CPU | `_repack_tied_head` |
 | a refused request raises | ValueError | VLLMError | inference/engine.py, `_VLLM_ERROR` |
 """
@@ -192,7 +192,7 @@ class TokenCounts:
         if hasattr(model_runner, "requests"):
             self._counts = {key: len(state.output_token_ids) for key, state in model_runner.requests.items()}
             return
-        states = model_runner.req_states  # of vllm/v1/worker/gpu: launcher/environment.py chooses the other one
+        states = model_runner.req_states  # the runner of vllm/v1/worker/gpu, which 0.24 uses for many models on GPUs
         self._indices = dict(states.req_id_to_index)
         self._prompts = states.prompt_len.np.copy()
         total = states.total_len.gpu
