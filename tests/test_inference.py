@@ -198,9 +198,11 @@ def test_the_engine_leaves_its_core_to_others_while_it_waits(engine: InferenceRu
         number = client.send(_prompt(seed), max_tokens=200)
         time.sleep(0.05)
         worker.suspend()
-        start, before = time.monotonic(), sum(core.cpu_times()[:2])
-        time.sleep(0.5)  # after a second without an answer it would sleep anyway
-        shares.append((sum(core.cpu_times()[:2]) - before) / (time.monotonic() - start))
-        worker.resume()
+        try:
+            start, before = time.monotonic(), sum(core.cpu_times()[:2])
+            time.sleep(0.5)  # after a second without an answer it would sleep anyway
+            shares.append((sum(core.cpu_times()[:2]) - before) / (time.monotonic() - start))
+        finally:
+            worker.resume()
         assert client.receive()["id"] == number
     assert max(shares) < 1 / 3, shares

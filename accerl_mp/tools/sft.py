@@ -52,6 +52,9 @@ PAIRS = [
     ("What opens a lock?", "A key."),
 ]
 
+_STOP_S = 10.0
+"""A rank that was told to end is killed after this."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The reference's flags and ours."""
@@ -295,7 +298,12 @@ def run_ranks(args: argparse.Namespace, argv: list[str]) -> int:
     finally:
         for rank in ranks:
             rank.terminate()
-            rank.wait()
+        for rank in ranks:
+            try:
+                rank.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+                rank.wait()
 
 
 def free_port() -> int:

@@ -9,7 +9,6 @@ EXIT_GAME_HUNG = 75
 
 _FILE_BYTES = 4096
 
-
 NOT_TRIED_AGAIN = ("WrongWeights",)
 """Errors of a trainer rank, by the name that the text of its failure begins with, which a new start of the run would only hide."""
 

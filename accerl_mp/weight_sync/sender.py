@@ -369,8 +369,9 @@ class WeightSync:
     def _let_rank_0_speak(self) -> None:
         """waits for: rank 0 to have left the reason of its end in the health table, at most 5 s."""
         table, deadline = self._process.health.table, time.monotonic() + _FOLLOW_S
-        while table.read(table.row_of("trainer/0")).state not in ("failed", "ended") and time.monotonic() < deadline:
-            time.sleep(0.02)
+        with self._process.health.waiting("trainer/0 to say why the run ends", 2 * _FOLLOW_S):
+            while table.read(table.row_of("trainer/0")).state not in ("failed", "ended") and time.monotonic() < deadline:
+                time.sleep(0.02)
 
     def _tell(self, verdict: int, what: str, limit_s: float, flag: str) -> int:
         """Rank 0's verdict, on every rank. Over gloo: a GPU that waited in NCCL would compute nothing else meanwhile."""
