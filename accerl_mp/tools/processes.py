@@ -1,6 +1,7 @@
 """Processes that a tool works with, which end with it."""
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -44,7 +45,7 @@ def open_pool(num_processes: int) -> Iterator[ProcessPoolExecutor]:
 
     waits for      at the end, the tasks that are not done; after a failure, only until processes have left theirs
     """
-    pool, is_done = ProcessPoolExecutor(num_processes, mp_context=_Context(), initializer=_begin), False
+    pool, is_done = ProcessPoolExecutor(num_processes, mp_context=_Context(), initializer=_begin, initargs=(os.getpid(),)), False
     try:
         yield pool
         is_done = True
@@ -55,7 +56,7 @@ def open_pool(num_processes: int) -> Iterator[ProcessPoolExecutor]:
         _started.clear()
 
 
-def _begin() -> None:
-    """SIGTERM ends the task, not the process, which then tidies up as at any end."""
-    die_with_parent()
+def _begin(parent_pid: int) -> None:
+    """SIGTERM ends the task, not the process, which then tidies up as at any end. A parent that is gone already ends it at once."""
+    die_with_parent(parent_pid)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
