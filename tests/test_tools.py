@@ -343,6 +343,23 @@ def test_a_tool_ends_with_ctrl_c_and_leaves_no_process_when_it_is_killed(tool: s
     assert wait_until_gone(running.pid) == []
 
 
+def test_a_pool_ends_whose_tool_was_killed_before_it_began(tmp_path: Path) -> None:
+    """The kernel tells a process of its parent's death only once it has asked, and interpreters take a while to come to that."""
+    program = tmp_path / "tool.py"
+    lines = [
+        "import os, signal, time",
+        "from accerl_mp.tools.processes import open_pool",
+        "if __name__ == '__main__':",
+        "    with open_pool(2) as pool:",
+        "        tasks = [pool.submit(time.sleep, 120) for _ in range(2)]",
+        "        os.kill(os.getpid(), signal.SIGKILL)",
+    ]
+    program.write_text("\n".join(lines))
+    running = subprocess.Popen([sys.executable, program], stderr=subprocess.DEVNULL, start_new_session=True)
+    assert running.wait(60) == -signal.SIGKILL
+    assert wait_until_gone(running.pid) == []
+
+
 @pytest.mark.parametrize(
     ("tool", "words", "room_kib", "code", "said"),
     [
