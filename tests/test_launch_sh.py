@@ -354,6 +354,10 @@ def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
     assert "1:01" in text
     assert f" -m accerl_mp.tools.report {tmp_path}\n" in text
     assert text.endswith(f" --logdir {tmp_path}")
+    once = {"step": 5, "training_s": 61.0, "eval_first": evaluations["eval_first"], "eval_last": evaluations["eval_first"]}
+    text = "\n".join(success_lines(RunPaths(tmp_path), once))
+    assert "0.40 before (step 0); it was not evaluated again" in text
+    assert "rounds of all starts 1:01" in text, "a start that went on for a moment: the part is no larger than the whole"
 
 
 def test_the_commands_of_the_summary_can_be_typed_where_launch_sh_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,8 +348,12 @@ def test_all_ranks_fail_alike_and_the_one_that_knows_why_first(tmp_path: Path, k
     try:
         run_ranks(_fail_on_rank, 2, paths.run_dir, kind)
         said = [(paths.run_dir / f"{rank}.txt").read_text() for rank in range(2)]
-        assert said[0].endswith(f"{kind.__name__}: push 3 at inference/0, worker 0: tensor x arrived damaged")
-        assert said[1] == f"failed, {kind.__name__}: trainer/0 could not verify push 3; its log says why"
+        reason = "push 3 at inference/0, worker 0: tensor x arrived damaged"
+        assert said[0].endswith(f"{kind.__name__}: {reason}")
+        assert (
+            said[1]
+            == f"failed, {kind.__name__}: trainer/0 could not verify push 3: push 3 at inference/0, worker 0: tensor x arrived damaged"
+        )
     finally:
         board.unlink()
         table.unlink()

@@ -54,6 +54,7 @@ def wait_until_over(paths: RunPaths) -> None:
 def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     """What a finished or stopped run has reached, from status.json."""
     wall_s = time.time() - (paths.run_dir / "command.txt").stat().st_mtime
+    rounds_s = status.get("training_s", 0.0)
     how = "stopped on request" if paths.stop.exists() else "finished"
     lines = [
         "",
@@ -63,7 +64,7 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     lines += _evaluation(status)
     return [
         *lines,
-        f"  wall time           {_minutes(wall_s)}, of which rounds {_minutes(status.get('training_s', 0.0))}",
+        f"  wall time           {_minutes(wall_s)}, {'of which rounds' if rounds_s <= wall_s else 'rounds of all starts'} {_minutes(rounds_s)}",
         f"  run folder          {paths.run_dir}",
         f"  report              {report_command(paths.run_dir)}",
         f"  TensorBoard         {tensorboard_command(paths.run_dir)}",
@@ -76,6 +77,8 @@ def _evaluation(status: dict[str, Any]) -> list[str]:
     if "win_rate" not in first or "win_rate" not in last:
         return []
     before = f"{first['win_rate']:.2f} before (step {first['step']})"
+    if first["step"] == last["step"]:
+        return [f"  held-out win rate   {before}; it was not evaluated again"]
     return [f"  held-out win rate   {before}, {last['win_rate']:.2f} after (step {last['step']})"]
 
 

@@ -48,6 +48,8 @@ def export(model: nn.Module, target: Path, config: Config, *, dtype: torch.dtype
         return None
     temporary = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
+        if target.is_dir() and any(target.iterdir()) and not (target / "trainer_state.json").is_file():
+            raise OSError("something else than an export is there, which would be deleted")
         temporary.mkdir(parents=True)
         write_weights(temporary, weights, manifest(model, trainable_only=False, dtype=dtype))
         copy_settings(Path(config.model.model_path), temporary, config, dtype)

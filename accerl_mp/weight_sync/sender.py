@@ -38,7 +38,8 @@ _FAILED, _DONE, _DONE_ANEW, _AGAIN, _CLOSED, _WRONG = 0, 1, 2, 3, 4, 5
 """What rank 0 tells the others. _DONE_ANEW: there is a new group, which needs all weights. _AGAIN: the push broke and begins again.
 _CLOSED: the run ends. _WRONG: WrongWeights."""
 _FOLLOW_S = 5.0
-"""Rank 0's error names the tensor or the peer: the others' errors, which don't, come this much later at most."""
+"""Rank 0's error is the one that knows: the others, which say the same, come this much later at most."""
+_MOST_REASON_BYTES = 1024
 _STOP_GRACE_S = 10.0
 """When the run ends, ranks leave a push together, at rank 0's word; this long they wait for it."""
 
@@ -332,17 +333,19 @@ class WeightSync:
         waits for      on other ranks: rank 0, longer than rank 0 may take itself; `is_start`: inference may have to start first
         at the end     all raise Closed here, so that what they do next they still do together
         """
-        verdict, error = self._attempt(work) if self._rank == 0 else (_FAILED, None)
+        (verdict, error), reason = self._attempt(work) if self._rank == 0 else (_FAILED, None), ""
         if self._world_size > 1:
             limit_s = 5 * self._sync.sync_timeout_s + (self._back_s if is_start else 0.0)
-            verdict = self._tell(verdict, what, limit_s, _START_FLAG if is_start else _FLAG)
+            flag = _START_FLAG if is_start else _FLAG
+            verdict = int(self._told(torch.tensor([verdict]), f"trainer/0 to {what}", limit_s, flag).item())
+            reason = self._told_why(error, limit_s, flag) if verdict in (_FAILED, _WRONG) else reason
         if error is not None:
             raise error
         if verdict == _CLOSED:
             raise Closed("trainer/0 was asked to stop in a push")
         if verdict in (_FAILED, _WRONG):
             self._let_rank_0_speak()
-            raise (WrongWeights if verdict == _WRONG else SyncError)(f"trainer/0 could not {what}; its log says why")
+            raise (WrongWeights if verdict == _WRONG else SyncError)(f"trainer/0 could not {what}: {reason}")
         if verdict == _DONE_ANEW:
             self._num_pushes = 0
         return verdict != _AGAIN
@@ -373,12 +376,17 @@ class WeightSync:
             while table.read(table.row_of("trainer/0")).state not in ("failed", "ended") and time.monotonic() < deadline:
                 time.sleep(0.02)
 
-    def _tell(self, verdict: int, what: str, limit_s: float, flag: str) -> int:
-        """Rank 0's verdict, on every rank. Over gloo: a GPU that waited in NCCL would compute nothing else meanwhile."""
-        word = torch.tensor([verdict])
+    def _told_why(self, error: Exception | None, limit_s: float, flag: str) -> str:
+        """What rank 0 fails with, on every rank: whichever is heard first, people read which tensor or probe it was."""
+        text = str(error or "").encode()[:_MOST_REASON_BYTES].ljust(_MOST_REASON_BYTES)
+        reason = self._told(torch.tensor(list(text), dtype=torch.uint8), "trainer/0 to say why a push failed", limit_s, flag)
+        return bytes(reason.tolist()).decode(errors="replace").strip()
+
+    def _told(self, word: torch.Tensor, what: str, limit_s: float, flag: str) -> torch.Tensor:
+        """Rank 0's `word`, on every rank. Over gloo: a GPU that waited in NCCL would compute nothing else meanwhile."""
         work = dist.broadcast(word, src=0, async_op=True)
         leave_at = float("inf")
-        with self._process.health.waiting(f"trainer/0 to {what}", limit_s, flag) as wait:
+        with self._process.health.waiting(what, limit_s, flag) as wait:
             while not work.is_completed():
                 try:
                     wait.check()
@@ -388,4 +396,4 @@ class WeightSync:
                         raise
                 time.sleep(0.001)
         work.wait()
-        return int(word.item())
+        return word
