@@ -55,6 +55,7 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     """What a finished or stopped run has reached, from status.json."""
     wall_s = time.time() - (paths.run_dir / "command.txt").stat().st_mtime
     rounds_s = status.get("training_s", 0.0)
+    part = "of which rounds" if rounds_s <= wall_s else "rounds of all starts"
     how = "stopped on request" if paths.stop.exists() else "finished"
     lines = [
         "",
@@ -64,7 +65,7 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     lines += _evaluation(status)
     return [
         *lines,
-        f"  wall time           {_minutes(wall_s)}, {'of which rounds' if rounds_s <= wall_s else 'rounds of all starts'} {_minutes(rounds_s)}",
+        f"  wall time           {_minutes(wall_s)}, {part} {_minutes(rounds_s)}",
         f"  run folder          {paths.run_dir}",
         f"  report              {report_command(paths.run_dir)}",
         f"  TensorBoard         {tensorboard_command(paths.run_dir)}",
