@@ -355,7 +355,8 @@ def test_a_pool_ends_whose_tool_was_killed_before_it_began(tmp_path: Path) -> No
         "        os.kill(os.getpid(), signal.SIGKILL)",
     ]
     program.write_text("\n".join(lines))
-    running = subprocess.Popen([sys.executable, program], stderr=subprocess.DEVNULL, start_new_session=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    running = subprocess.Popen([sys.executable, program], env=environment, stderr=subprocess.DEVNULL, start_new_session=True)
     assert running.wait(60) == -signal.SIGKILL
     assert wait_until_gone(running.pid) == []
 
