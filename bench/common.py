@@ -219,15 +219,15 @@ def print_result(result: Mapping[str, Any]) -> None:
     for one in result["measures"]:
         setting = " ".join(f"{name}={value}" for name, value in one["labels"].items())
         numbers = (one["median"], one["p95"], min(one["samples"]), max(one["samples"]))
-        measures.add_row(one["name"], setting, one["unit"], *map(_short, numbers), str(len(one["samples"])))
+        measures.add_row(one["name"], setting, one["unit"], *map(short, numbers), str(len(one["samples"])))
     console.print(measures)
     if result["ratios"]:
         ratios = Table("ratio, pair by pair", *_right("median", "min", "max", "n"))
         for one in result["ratios"]:
-            ratios.add_row(one["name"], *(_short(one[key]) for key in ("median", "min", "max")), str(len(one["samples"])))
+            ratios.add_row(one["name"], *(short(one[key]) for key in ("median", "min", "max")), str(len(one["samples"])))
         console.print(ratios)
     for one in result["targets"]:
-        console.print(f"target {one['name']}: wanted {one['wanted']}, got {_short(one['got'])}: {'met' if one['met'] else 'MISSED'}")
+        console.print(f"target {one['name']}: wanted {one['wanted']}, got {short(one['got'])}: {'met' if one['met'] else 'MISSED'}")
     for note in result["notes"]:
         console.print(f"note: {note}", highlight=False)
 
@@ -236,7 +236,7 @@ def _right(*names: str) -> list[Any]:
     return [Column(name, justify="right") for name in names]
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

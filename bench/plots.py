@@ -20,7 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from bench.common import ResultError, read_result
+from bench.common import ResultError, read_result, short
 
 WIDTH, BAR = 9.0, 0.32
 """Inches."""
@@ -36,20 +36,25 @@ def panels_of(result: dict[str, Any]) -> tuple[dict[str, list[dict[str, Any]]], 
     return measures, series
 
 
-def setting(one: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in one["labels"].items())
+def setting(one: dict[str, Any], common: dict[str, Any] | None = None) -> str:
+    """What sets this one apart from others of its panel, which all have `common`."""
+    return ", ".join(f"{name} {value}" for name, value in one["labels"].items() if (common or {}).get(name) != value)
 
 
 def draw_bars(axes: Axes, title: str, bars: list[dict[str, Any]]) -> None:
-    """Medians; the line is from the smallest to the largest sample."""
+    """Medians, written beside their bars; the line is from the smallest to the largest sample. Limits are grey."""
     places = range(len(bars))
     medians = [one["median"] for one in bars]
     low = [one["median"] - min(one["samples"]) for one in bars]
     high = [max(one["samples"]) - one["median"] for one in bars]
-    axes.barh(places, medians, xerr=[low, high], color="#4878a8", ecolor="#202020", height=0.7)
-    axes.set_yticks(places, [setting(one) for one in bars], fontsize=7)
+    common = {name: value for name, value in bars[0]["labels"].items() if all(one["labels"].get(name) == value for one in bars)}
+    colours = ["#9a9a9a" if f"{title} {setting(one)}".count("limit:") else "#4878a8" for one in bars]
+    drawn = axes.barh(places, medians, xerr=[low, high], color=colours, ecolor="#202020", height=0.7)
+    axes.bar_label(drawn, [short(median) for median in medians], padding=4, fontsize=7)
+    axes.margins(x=0.12)
+    axes.set_yticks(places, [setting(one, common) for one in bars], fontsize=7)
     axes.invert_yaxis()
-    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_title("; ".join(filter(None, [title, setting({"labels": common})])), fontsize=9, loc="left")
     axes.tick_params(axis="x", labelsize=7)
 
 
