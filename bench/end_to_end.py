@@ -93,17 +93,21 @@ def compare_modes(result: Result, args: argparse.Namespace) -> None:
 
 
 def scale(result: Result, what: str, values: list[Any], flags: Any, args: argparse.Namespace) -> None:
-    """One row a value, all other things as in the demo."""
-    rates = []
+    """One row a value, all other things as in the demo. A run that fails is a note: what the others measured stays."""
+    rates = {}
     for value in values:
-        run = measure(args, *flags(value))
-        rates.append(result.add("trained samples", run["samples_per_s"], "samples/s", "higher", **{what: value}))
+        try:
+            run = measure(args, *flags(value))
+        except RuntimeError as error:
+            result.note(f"{what} {value}: no figure, {' '.join(str(error).split())[-300:]}")
+            continue
+        rates[value] = result.add("trained samples", run["samples_per_s"], "samples/s", "higher", **{what: value})
         result.add("trained tokens", run["tokens_per_s"], "tokens/s", "higher", **{what: value})
         for tag in ("Time/trainer/wait", "Time/rollout/reply", "Time/rollout/work"):
             if tag in run["shares"]:
                 result.add(tag, 100 * run["shares"][tag], "% of wall time", **{what: value})
-    if len(values) > 1:
-        result.note(f"{what}: {knee(values, rates)}")
+    if len(rates) > 1:
+        result.note(f"{what}: {knee(list(rates), list(rates.values()))}")
 
 
 def knee(values: list[Any], rates: list[float]) -> str:
@@ -122,7 +126,7 @@ def main() -> None:
     parser.add_argument("--read", nargs=2, metavar="DIR", help="start no runs for the two modes: read these runs' folders")
     parser.add_argument("--skip", type=int, default=1, help="rounds that do not count for the rates")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest that a run may take")
-    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4], help="rollout processes, for the scaling table")
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4, 8], help="rollout processes, for the scaling table")
     parser.add_argument("--samples", type=int, nargs="*", default=[8, 16, 32], help="most samples of a step and rank, likewise")
     parser.add_argument("--models", nargs="*", default=["demo", "4m"], help="models, likewise: demo, 4m, 25m, 0.75b or a folder")
     args = parse(parser)

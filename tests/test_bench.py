@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import common, compare, packing, push_report  # noqa: E402
+from bench import common, compare, end_to_end, packing, push_report  # noqa: E402
 from bench.episodes import Shape, draw_shapes, make_sample, recorded_shapes  # noqa: E402
 
 
@@ -79,6 +79,23 @@ def test_a_result_of_what_a_run_has_learned(tmp_path: Path) -> None:
     assert "launch.sh" in result["notes"][1]
     run_script("bench/plots.py", out, "--curves", "--out", tmp_path)
     assert 0 < (tmp_path / "learning.png").stat().st_size < 200 << 10
+
+
+def test_a_run_that_fails_costs_one_row_of_a_scaling_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have taken minutes: what they measured is kept, and the knee is among them."""
+
+    def measure(_: object, value: int) -> dict[str, Any]:
+        if value == 1:
+            raise RuntimeError("launch.sh ended with exit code 2:\n- --num-rollout-workers 1 is too few")
+        return {"samples_per_s": min(value, 4), "tokens_per_s": 1.0, "shares": {}}
+
+    monkeypatch.setattr(end_to_end, "measure", measure)
+    result = common.Result("end_to_end", argparse.Namespace())
+    end_to_end.scale(result, "workers", [1, 2, 4, 8], lambda value: (value,), argparse.Namespace())
+    content = {"measures": result._measures}
+    assert [one["labels"]["workers"] for one in named(content, "trained samples")] == [2, 4, 8]
+    assert "--num-rollout-workers 1 is too few" in result._notes[0]
+    assert "the knee is at 4" in result._notes[1]
 
 
 @pytest.mark.slow
