@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -32,14 +31,12 @@ from engine_fixture import (
 )
 from push_load import assert_greedy_equal, prompt_of, push_under_load, train_only
 from tiny import build_tiny
-from trainer_cases import run_ranks
 
 from accerl_mp.config import Config
 from accerl_mp.models.fsdp import shard
 from accerl_mp.models.names import manifest
 from accerl_mp.models.units import iter_weights
 from accerl_mp.topology import RunPaths
-from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import DeadlineExpired, PeerLost
 from accerl_mp.transport.health import Health, HealthTable
@@ -318,45 +315,6 @@ def test_which_failures_begin_a_push_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert not late.allows(GroupBroken("closed"))
     late.reset()
     assert late.allows(GroupBroken("closed"))
-
-
-def _fail_on_rank(ranks: Ranks, run_dir: Path, kind: type[SyncError]) -> None:
-    process = trainer_process(RunPaths(run_dir), ranks.rank)
-    options: Any = {"dtype": torch.float32, "forced_logprobs": lambda ids: np.zeros(len(ids))}
-    sync = WeightSync(process, build_tiny(), rank=ranks.rank, world_size=2, **options)
-
-    def verify() -> int:
-        raise kind("push 3 at inference/0, worker 0: tensor x arrived damaged")
-
-    with pytest.raises(SyncError) as raised:
-        sync._together("verify push 3", verify)
-    if ranks.rank == 0:
-        time.sleep(0.5)
-        process.health.fail(raised.value)
-    table = process.health.table
-    (run_dir / f"{ranks.rank}.txt").write_text(f"{table.read(table.row_of('trainer/0')).state}, {raised.type.__name__}: {raised.value}")
-    sync.close()
-
-
-@pytest.mark.parametrize("kind", [WrongWeights, SyncError])
-def test_all_ranks_fail_alike_and_the_one_that_knows_why_first(tmp_path: Path, kind: type[SyncError]) -> None:
-    """The rank that fails first is named to people, and decides whether the run starts again: not with wrong weights."""
-    paths = RunPaths(tmp_path / "run")
-    (paths.run_dir / "logs").mkdir(parents=True)
-    Config().save(paths.args)
-    board, table = Board.create(paths.board), HealthTable.create(paths.health, ["trainer/0", "trainer/1", "inference/0"])
-    try:
-        run_ranks(_fail_on_rank, 2, paths.run_dir, kind)
-        said = [(paths.run_dir / f"{rank}.txt").read_text() for rank in range(2)]
-        reason = "push 3 at inference/0, worker 0: tensor x arrived damaged"
-        assert said[0].endswith(f"{kind.__name__}: {reason}")
-        assert (
-            said[1]
-            == f"failed, {kind.__name__}: trainer/0 could not verify push 3: push 3 at inference/0, worker 0: tensor x arrived damaged"
-        )
-    finally:
-        board.unlink()
-        table.unlink()
 
 
 def test_a_swap_that_does_not_notice_the_end_keeps_its_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

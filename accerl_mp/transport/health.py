@@ -155,7 +155,7 @@ class HealthTable:
     def set_text(self, row: int, name: str, text: str) -> None:
         """Cut to what fits."""
         offset, size = self._text_at(row, name)
-        self._memory[offset : offset + size] = text.encode()[: size - 1].ljust(size, b"\0")
+        self._memory[offset : offset + size] = text.encode(errors="replace")[: size - 1].ljust(size, b"\0")
 
     def write_wait(self, row: int, what: str, flag: str, since: float, timeout_s: float) -> None:
         """Show what the row's process waits for; an empty `what` clears it."""

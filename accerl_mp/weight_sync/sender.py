@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from accerl_mp.models.names import manifest
 from accerl_mp.models.units import Whole, iter_units
@@ -29,19 +28,14 @@ from accerl_mp.weight_sync.protocol import READY, RECEIVED, GroupBroken, SyncErr
 from accerl_mp.weight_sync.replicas import Replicas
 from accerl_mp.weight_sync.report import PushReport, describe
 from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, probe_ids
+from accerl_mp.weight_sync.verdict import AGAIN, CLOSED, DONE, DONE_ANEW, FAILED, WRONG, hear
 
 _CLOSE_S = 5.0
 _FLAG, _START_FLAG = "--sync-timeout-s", "--inference-start-timeout-s"
 _LIBRARY_SHARE = 1.5
 """The group's own timeout over ours: our deadline speaks first, and names who waited for whom."""
-_FAILED, _DONE, _DONE_ANEW, _AGAIN, _CLOSED, _WRONG = 0, 1, 2, 3, 4, 5
-"""What rank 0 tells the others. _DONE_ANEW: there is a new group, which needs all weights. _AGAIN: the push broke and begins again.
-_CLOSED: the run ends. _WRONG: WrongWeights."""
 _FOLLOW_S = 5.0
 """Rank 0's error is the one that knows: the others, which say the same, come this much later at most."""
-_MOST_REASON_BYTES = 1024
-_STOP_GRACE_S = 10.0
-"""When the run ends, ranks leave a push together, at rank 0's word; this long they wait for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -175,7 +169,7 @@ class WeightSync:
     def _connect(self) -> int:
         timeout_s = min(self._inference.inference_start_timeout_s, max(self._patience.remaining_s, 1.0))
         self._join(self._replicas.call("status", timeout_s=timeout_s, flag=_START_FLAG, again=True))
-        return _DONE
+        return DONE
 
     def _leave(self) -> None:
         """abort() may block with a peer that is stuck, so it gets a thread. Waits for nothing."""
@@ -226,7 +220,7 @@ class WeightSync:
             self._buffers = make_buffers(min(bucket_bytes, num_bytes), self._device)
 
     def _begin(self, trainable_only: bool) -> int:
-        verdict = _DONE
+        verdict = DONE
         timeout_s = self._sync.sync_timeout_s
         if not self._sessions or self._replicas.lost():
             timeout_s = max(self._patience.remaining_s, 1.0)
@@ -234,7 +228,7 @@ class WeightSync:
             if [status["session"] for status in statuses] != self._sessions:
                 _log.warning("push %d: a new weight group, and all weights again", self._version)
                 self._join(statuses)
-                verdict = _DONE_ANEW
+                verdict = DONE_ANEW
         runs = self._runs(trainable_only and self._num_pushes > 0)
         slots = slots_of(self._slots, runs)
         self._num_bytes = sum(slot.size_bytes for slot in slots)
@@ -269,7 +263,7 @@ class WeightSync:
                 wait.check()
                 time.sleep(0.002)
         self._swapping.result()
-        return _DONE
+        return DONE
 
     def _swap(self) -> None:
         """Wait for the bytes to be there, compare them, swap. On a thread: meanwhile nobody else calls the replicas."""
@@ -315,13 +309,13 @@ class WeightSync:
         def compare() -> int:
             answers = self._replicas.call("probe", {"ids": ids}, timeout_s=self._sync.sync_timeout_s, flag=_FLAG)
             compare_logprobs(self._version, expected, answers, PROBE_BOUNDS[self._dtype])
-            return _DONE
+            return DONE
 
         return self._together(f"verify push {self._version}", compare)
 
     def _open(self) -> int:
         self._replicas.call("open", timeout_s=self._sync.sync_timeout_s, flag=_FLAG)
-        return _DONE
+        return DONE
 
     def _verifies(self) -> bool:
         every = self._sync.verify_sync
@@ -333,22 +327,26 @@ class WeightSync:
         waits for      on other ranks: rank 0, longer than rank 0 may take itself; `is_start`: inference may have to start first
         at the end     all raise Closed here, so that what they do next they still do together
         """
-        (verdict, error), reason = self._attempt(work) if self._rank == 0 else (_FAILED, None), ""
+        verdict, error = self._attempt(work) if self._rank == 0 else (FAILED, None)
+        reason = (str(error) or type(error).__name__) if error is not None else ""
         if self._world_size > 1:
             limit_s = 5 * self._sync.sync_timeout_s + (self._back_s if is_start else 0.0)
             flag = _START_FLAG if is_start else _FLAG
-            verdict = int(self._told(torch.tensor([verdict]), f"trainer/0 to {what}", limit_s, flag).item())
-            reason = self._told_why(error, limit_s, flag) if verdict in (_FAILED, _WRONG) else reason
+            try:
+                verdict, reason = hear(self._process.health, verdict, reason, f"trainer/0 to {what}", limit_s, flag)
+            except (RuntimeError, DeadlineExpired, Closed):  # a rank is gone, most of all
+                if error is None:  # else: wrong weights stay wrong weights, whoever died meanwhile
+                    raise
         if error is not None:
             raise error
-        if verdict == _CLOSED:
+        if verdict == CLOSED:
             raise Closed("trainer/0 was asked to stop in a push")
-        if verdict in (_FAILED, _WRONG):
+        if verdict in (FAILED, WRONG):
             self._let_rank_0_speak()
-            raise (WrongWeights if verdict == _WRONG else SyncError)(f"trainer/0 could not {what}: {reason}")
-        if verdict == _DONE_ANEW:
+            raise (WrongWeights if verdict == WRONG else SyncError)(f"trainer/0 could not {what}: {reason}")
+        if verdict == DONE_ANEW:
             self._num_pushes = 0
-        return verdict != _AGAIN
+        return verdict != AGAIN
 
     def _attempt(self, work: Callable[[], int]) -> tuple[int, Exception | None]:
         """(verdict, what rank 0 itself is to raise)."""
@@ -358,16 +356,16 @@ class WeightSync:
             except (SyncError, DeadlineExpired) as failure:
                 return self._judge(failure)
         except Closed as end:
-            return _CLOSED, end
+            return CLOSED, end
 
     def _judge(self, failure: Exception) -> tuple[int, Exception | None]:
-        """(_AGAIN, None) if a new group may mend it; then the next `_begin` forms one. May wait some seconds (`Patience.allows`)."""
+        """(AGAIN, None) if a new group may mend it; then the next `_begin` forms one. May wait some seconds (`Patience.allows`)."""
         if not self._patience.allows(failure):
-            return _WRONG if isinstance(failure, WrongWeights) else _FAILED, failure
+            return WRONG if isinstance(failure, WrongWeights) else FAILED, failure
         _log.warning("push %d broke and begins again: %s", self._version, failure)
         self._replicas.reconnect()
         self._sessions = []
-        return _AGAIN, None
+        return AGAIN, None
 
     def _let_rank_0_speak(self) -> None:
         """waits for: rank 0 to have left the reason of its end in the health table, at most 5 s."""
@@ -375,25 +373,3 @@ class WeightSync:
         with self._process.health.waiting("trainer/0 to say why the run ends", 2 * _FOLLOW_S):
             while table.read(table.row_of("trainer/0")).state not in ("failed", "ended") and time.monotonic() < deadline:
                 time.sleep(0.02)
-
-    def _told_why(self, error: Exception | None, limit_s: float, flag: str) -> str:
-        """What rank 0 fails with, on every rank: whichever is heard first, people read which tensor or probe it was."""
-        text = str(error or "").encode()[:_MOST_REASON_BYTES].ljust(_MOST_REASON_BYTES)
-        reason = self._told(torch.tensor(list(text), dtype=torch.uint8), "trainer/0 to say why a push failed", limit_s, flag)
-        return bytes(reason.tolist()).decode(errors="replace").strip()
-
-    def _told(self, word: torch.Tensor, what: str, limit_s: float, flag: str) -> torch.Tensor:
-        """Rank 0's `word`, on every rank. Over gloo: a GPU that waited in NCCL would compute nothing else meanwhile."""
-        work = dist.broadcast(word, src=0, async_op=True)
-        leave_at = float("inf")
-        with self._process.health.waiting(what, limit_s, flag) as wait:
-            while not work.is_completed():
-                try:
-                    wait.check()
-                except Closed:  # rank 0 leaves too, and says so
-                    leave_at = min(leave_at, time.monotonic() + _STOP_GRACE_S)
-                    if time.monotonic() > leave_at:
-                        raise
-                time.sleep(0.001)
-        work.wait()
-        return word
