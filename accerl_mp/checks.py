@@ -11,12 +11,11 @@ from pathlib import Path
 from accerl_mp.bounds import bad_numbers, without
 from accerl_mp.cli import option_of, without_those_of
 from accerl_mp.config import TEXTWORLD, Config, largest_group
+from accerl_mp.export_place import export_problems
 from accerl_mp.games import find_games, list_games, without_json
 from accerl_mp.model_folder import engine_problems, folder_problems, read_facts
 from accerl_mp.recovery import resume_dir_of
 
-BEST_NAME = "best"
-"""Folder of the best export, in --checkpoint-dir."""
 _SLOT_BYTES = 4096 + 256
 """What a slot of a ring takes beside its samples' bytes: the last page is rarely full, and a row in three tables."""
 _RING_TABLES_BYTES = 128 << 10
@@ -288,24 +287,9 @@ def _folders(config: Config) -> Iterator[str]:
     yield from cannot_be_made("--log-dir", run_folder)
     if config.metrics.save_checkpoint:
         yield from cannot_be_made("--checkpoint-dir", Path(config.metrics.checkpoint_dir))
-    if config.metrics.save_checkpoint and config.metrics.checkpoint_name == BEST_NAME:
-        yield f"--checkpoint-name {BEST_NAME} is the folder of the best export: the newest would take its place; use another name"
-    if config.metrics.save_checkpoint and config.metrics.checkpoint_name:
-        yield from _export_name(config)
+        yield from export_problems(config)
     if config.metrics.checkpoint_every_sync_rounds and not config.metrics.save_checkpoint:
         yield f"--checkpoint-every-sync-rounds {config.metrics.checkpoint_every_sync_rounds} needs --save-checkpoint"
-
-
-def _export_name(config: Config) -> Iterator[str]:
-    """An export takes the place of the folder at its target: that must be an earlier export, and not what the run starts from."""
-    name, folder = config.metrics.checkpoint_name, Path(config.metrics.checkpoint_dir)
-    target = folder / name
-    if name in (".", "..") or len(Path(name).parts) != 1:
-        yield f"--checkpoint-name {name}: it must be one folder's name; --checkpoint-dir says where"
-    elif target.resolve() == Path(config.model.model_path).resolve():
-        yield f"--checkpoint-name {name}: {target} is --model-path, which the export would replace; use another name"
-    elif target.is_dir() and any(target.iterdir()) and not (target / "trainer_state.json").is_file():
-        yield f"--checkpoint-name {name}: {target} holds something else than an export, which would be deleted; use another name"
 
 
 def cannot_be_made(option: str, folder: Path) -> Iterator[str]:

@@ -251,22 +251,6 @@ def test_what_cannot_work_is_refused(folders: dict[str, Any], change: dict[str, 
     assert any(message in problem for problem in problems), problems
 
 
-@pytest.mark.parametrize("name", [".", "..", "photos", "model", "a/b"])
-def test_an_export_takes_no_place_but_that_of_an_export(folders: dict[str, Any], tmp_path: Path, name: str) -> None:
-    """Whatever else stood there would be deleted: `photos` holds somebody's files, `model` is what the run starts from."""
-    for folder in ("photos", "model", "export"):
-        (tmp_path / "out" / folder).mkdir(parents=True)
-        (tmp_path / "out" / folder / "file").touch()
-    for folder in ("model", "export"):
-        (tmp_path / "out" / folder / "trainer_state.json").touch()
-    flags = folders | {"save_checkpoint": True, "checkpoint_dir": str(tmp_path / "out"), "checkpoint_name": name}
-    flags |= {"model_path": str(tmp_path / "out/model")} if name == "model" else {}
-    said = [problem for problem in problems_of(flags) if problem.startswith(f"--checkpoint-name {name}")]
-    assert len(said) == 1, said
-    for good in ("export", "new"):
-        assert not [problem for problem in problems_of(flags | {"checkpoint_name": good}) if "--checkpoint-name" in problem]
-
-
 @pytest.mark.parametrize("field", [f for f in fields() if f.metadata["at_least"] is not None], ids=lambda field: field.name)
 def test_each_lower_bound_is_checked(folders: dict[str, Any], field: dataclasses.Field) -> None:
     value = field.metadata["at_least"] - 1

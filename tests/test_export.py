@@ -116,3 +116,48 @@ def test_a_folder_of_its_own_for_each_step_where_the_name_is_empty(tmp_path: Pat
     assert checkpoint.export_folder(config, 12) == tmp_path / "step-000012"
     assert checkpoint.export_folder(config, 12, is_final=True) == tmp_path / "step-000012-final"
     assert checkpoint.export_folder(config_for(tmp_path, log_dir=str(tmp_path)), 12) == tmp_path / "checkpoints" / "latest"
+
+
+@pytest.mark.parametrize("comes", ["before", "meanwhile"])
+def test_what_is_no_export_stays_where_it_is(
+    comes: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Whether it stood there before or came while the weights were written."""
+    model, target = load_model(config_for(folder), CPU), tmp_path / "latest"
+    write = checkpoint.copy_settings
+
+    def put_and_write(*arguments: Any) -> None:
+        target.write_text("dear")
+        write(*arguments)
+
+    if comes == "before":
+        target.write_text("dear")
+    else:
+        monkeypatch.setattr(checkpoint, "copy_settings", put_and_write)
+    assert _export(model, target, folder) is None
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "dear")]
+    assert f"{target} is a file, which would be deleted" in caplog.text
+
+
+@pytest.mark.parametrize("ending", [f"{os.getpid()}.new", "4194305.new", "4194305-17.new"])
+def test_what_a_killed_export_left_neither_hinders_nor_stays(ending: str, folder: Path, tmp_path: Path) -> None:
+    """Under the number of this process, which is often the same in a container that is started again, or of one that is gone."""
+    left = tmp_path / f".latest.{ending}"
+    left.mkdir()
+    (left / "model.safetensors").touch()
+    (tmp_path / ".latest.x.4194305.new").mkdir()  # of another export
+    target = tmp_path / "latest"
+    assert _export(load_model(config_for(folder), CPU), target, folder) == target
+    assert not left.exists()
+    assert (tmp_path / ".latest.x.4194305.new").exists()
+
+
+def test_an_export_that_was_killed_between_two_names_is_put_back(folder: Path, tmp_path: Path) -> None:
+    """A file system that cannot swap names; then the disk is full, too."""
+    model, target = load_model(config_for(folder), CPU), tmp_path / "latest"
+    _export(model, target, folder)
+    target.rename(tmp_path / ".latest.4194305.old")
+    with files_of_at_most(0):
+        assert _export(model, target, folder) is None
+    assert (target / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest"]

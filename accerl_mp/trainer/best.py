@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accerl_mp.checks import BEST_NAME
 from accerl_mp.config import Config
+from accerl_mp.export_place import BEST_NAME, CANDIDATE_NAME, STATE_NAME
 from accerl_mp.files import write_atomically
 from accerl_mp.topology import RunPaths
-from accerl_mp.trainer.checkpoint import export_folder, replace_folder
+from accerl_mp.trainer.checkpoint import export_folder, refuse_to_delete, replace_folder
 
 _WIN_RATE = "Eval/WinRate"
 
@@ -41,7 +41,7 @@ class BestExport:
     @property
     def candidate(self) -> Path:
         """Where the model of the evaluation that is being asked for is exported to."""
-        return self._root / ".evaluated"
+        return self._root / CANDIDATE_NAME
 
     def takes(self, eval_id: int) -> bool:
         """Whether this evaluation's weights are to be exported: only if it begins now, so all before it must be judged."""
@@ -64,9 +64,9 @@ class BestExport:
             _log.error("%s could not be replaced: %s; what was there stays", self._root / BEST_NAME, error)
 
     def _promote(self, eval_id: int) -> None:
-        if not (self.candidate / "trainer_state.json").is_file():
+        if not (self.candidate / STATE_NAME).is_file():
             return
-        state = json.loads((self.candidate / "trainer_state.json").read_text())
+        state = json.loads((self.candidate / STATE_NAME).read_text())
         if (found := self._report(eval_id, state["optimizer_step"])) is None:
             _log.info("evaluation %d was not of the weights of step %d: it says nothing about them", eval_id, state["optimizer_step"])
             return
@@ -74,7 +74,8 @@ class BestExport:
         state |= {"eval_win_rate": report[_WIN_RATE], "eval_file": file.name}
         if state["eval_win_rate"] < self._best_so_far():
             return
-        write_atomically(self.candidate / "trainer_state.json", json.dumps(state, indent=2) + "\n")
+        refuse_to_delete(self._root / BEST_NAME)
+        write_atomically(self.candidate / STATE_NAME, json.dumps(state, indent=2) + "\n")
         replace_folder(self.candidate, self._root / BEST_NAME)
         self._is_resumed = True  # from here on the folder is ours
         mark = {
@@ -101,5 +102,5 @@ class BestExport:
 
     def _best_so_far(self) -> float:
         """A folder that another run has left counts for nothing."""
-        path = self._root / BEST_NAME / "trainer_state.json"
+        path = self._root / BEST_NAME / STATE_NAME
         return json.loads(path.read_text()).get("eval_win_rate", 0.0) if self._is_resumed and path.is_file() else 0.0

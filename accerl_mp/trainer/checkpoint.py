@@ -9,8 +9,10 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accerl_mp.config import Config
+from accerl_mp.export_place import STATE_NAME, taken_by
 from accerl_mp.models.names import manifest
 from accerl_mp.models.units import iter_weights
+from accerl_mp.transport.health import is_alive
 
 SHARD_BYTES = 4 << 30
 """Of one safetensors file; rank 0 holds no more than that in memory."""
@@ -38,22 +42,23 @@ _log = logging.getLogger(__name__)
 def export(model: nn.Module, target: Path, config: Config, *, dtype: torch.dtype, rank: int, state: dict[str, Any]) -> Path | None:
     """Write the model to `target`; `state` is `trainer_state.json`. Returns the folder on rank 0.
 
-    Collective: all ranks gather, rank 0 writes. An OSError (a full disk) is logged with its reason and None returned: what
-    stood at `target` stays, training goes on.
+    Collective: all ranks gather, rank 0 writes. An OSError (a full disk, something at `target` that is no export) is logged with its
+    reason and None returned: what stood at `target` stays, training goes on.
     """
     weights = iter_weights(model, trainable_only=False, dtype=dtype)
     if rank != 0:
         for _ in weights:
             pass
         return None
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.new")
+    temporary = _beside(target, "new")
     try:
-        if target.is_dir() and any(target.iterdir()) and not (target / "trainer_state.json").is_file():
-            raise OSError("something else than an export is there, which would be deleted")
+        refuse_to_delete(target)
+        _sweep(target)
         temporary.mkdir(parents=True)
         write_weights(temporary, weights, manifest(model, trainable_only=False, dtype=dtype))
         copy_settings(Path(config.model.model_path), temporary, config, dtype)
-        (temporary / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
+        (temporary / STATE_NAME).write_text(json.dumps(state, indent=2) + "\n")
+        refuse_to_delete(target)  # writing took a while
         replace_folder(temporary, target)
     except OSError as error:
         _log.error("the export to %s failed: %s; what was there stays", target, error)
@@ -122,7 +127,7 @@ def copy_settings(source: Path, target: Path, config: Config, dtype: torch.dtype
     settings["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     for path in sorted(source.iterdir()):
-        is_weight = path.name.endswith(NOT_COPIED) or path.name in ("config.json", "trainer_state.json")
+        is_weight = path.name.endswith(NOT_COPIED) or path.name in ("config.json", STATE_NAME)
         if path.is_file() and not is_weight and path.stat().st_size <= MOST_COPIED_BYTES:
             shutil.copyfile(path, target / path.name)
     if config.model.chat_template:
@@ -139,12 +144,41 @@ def replace_folder(new: Path, target: Path) -> None:
         flush(target.parent)
         return
     if not _exchange(new, target):
-        aside = target.with_name(f".{target.name}.{os.getpid()}.old")
+        aside = _beside(target, "old")
         target.rename(aside)
         new.rename(target)
         aside.rename(new)
     flush(target.parent)
-    shutil.rmtree(new)  # now the old one
+    try:
+        shutil.rmtree(new)  # now the old one
+    except OSError as error:
+        _log.warning("%s is the new one, but the one before could not be deleted and lies in %s: %s", target, new, error)
+
+
+def refuse_to_delete(target: Path) -> None:
+    """OSError if something stands at `target` that is no export: replaced means deleted."""
+    if found := taken_by(target):
+        raise OSError(f"{target} {found}, which would be deleted; move it, or export to another place")
+
+
+def _beside(target: Path, ending: str) -> Path:
+    """A name that is not taken: a process of this number may have been killed on the way, and not everything can be deleted."""
+    return target.with_name(f".{target.name}.{os.getpid()}-{time.time_ns()}.{ending}")
+
+
+def _sweep(target: Path) -> None:
+    """What processes that were killed while they exported to `target` have left beside it.
+
+    One that was killed between two names (a file system that cannot swap them) has left the export before it under the old one.
+    """
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.(\d+)(-\d+)?\.(new|old)")
+    for path in target.parent.iterdir() if target.parent.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match and (int(match[1]) == os.getpid() or not is_alive(int(match[1]))):  # this process exports one after the other
+            if match[3] == "old" and not target.exists():
+                path.rename(target)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _plan_files(entries: list[tuple[str, tuple[int, ...], str]]) -> dict[str, str]:
