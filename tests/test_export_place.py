@@ -15,8 +15,11 @@ from test_config import folders, problems_of  # noqa: F401
 from test_resume import evaluated
 
 from accerl_mp.export_place import taken_by
+from accerl_mp.tools import sft
 from accerl_mp.trainer import checkpoint
 from accerl_mp.trainer.best import BestExport
+
+DEMO_MODEL = Path(sft.__file__).parents[1] / "presets/demo_model"
 
 
 def export_in(folder: Path, state: str = '{"optimizer_step": 3}') -> Path:
@@ -191,3 +194,16 @@ def test_a_best_export_takes_no_place_but_its_own(kind: str, folders: dict[str, 
     after = tree(tmp_path / "checkpoints")
     assert before.items() <= after.items()
     assert f"{target} could not be replaced" in caplog.text
+
+
+def test_sft_says_at_once_that_it_could_not_save(tmp_path: Path) -> None:
+    """Not after the training that would be lost."""
+    photos_in(tmp_path / "out")
+    photos_in(tmp_path / "out-step-7")
+    words = ["--model-path", str(DEMO_MODEL), "--out", str(tmp_path / "out"), "--save-steps", "7"]
+    said = [problem for problem in sft.problems_of(sft.build_parser().parse_args(words)) if problem.startswith("--out")]
+    assert len(said) == 2
+    assert all("holds something else than an export, which would be deleted; name another folder" in problem for problem in said)
+    words[3] = str(DEMO_MODEL.parent)
+    said = [problem for problem in sft.problems_of(sft.build_parser().parse_args(words)) if problem.startswith("--out")]
+    assert any(f"--model-path {DEMO_MODEL} would be replaced" in problem for problem in said), said

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from accerl_mp.bounds import out_of_bounds
 from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import Config, ConfigError
+from accerl_mp.export_place import taken_by
 from accerl_mp.model_folder import folder_problems
 from accerl_mp.models.build import select_trainable
 from accerl_mp.models.fsdp import shard
@@ -128,6 +129,11 @@ def problems_of(args: argparse.Namespace) -> list[str]:
         found.append(f"--walks {args.walks}: no such file")
     if args.out:
         found += cannot_be_made("--out", args.out)
+        saves = [args.out, *(snapshot_folder(args.out, step) for step in args.save_steps)]
+        lost = [f"{folder} {what}" for folder in saves if (what := taken_by(folder))]
+        found += [f"--out {args.out}: {what}, which would be deleted; name another folder" for what in lost]
+        if any(args.model_path.resolve().is_relative_to(folder.resolve()) for folder in saves):
+            found.append(f"--out {args.out}: --model-path {args.model_path} would be replaced; name another folder")
     elif args.save_steps:
         found.append("--save-steps needs --out: there is no folder to save to")
     try:
@@ -247,8 +253,12 @@ class Reporter:
             if not self._args.fsdp_rank:
                 print(f"step {step}  loss {mean:.4f}  {time.monotonic() - self._started:.1f} s", flush=True)
         if step in self._args.save_steps:
-            out = self._args.out  # beside it, not in it: the last save replaces the whole folder
-            save(self._model, self._args, out.with_name(f"{out.name}-step-{step}"), step)
+            save(self._model, self._args, snapshot_folder(self._args.out, step), step)
+
+
+def snapshot_folder(out: Path, step: int) -> Path:
+    """Beside `--out`, not in it: the last save replaces the whole folder."""
+    return out.with_name(f"{out.name}-step-{step}")
 
 
 def save(model: nn.Module, args: argparse.Namespace, folder: Path, step: int) -> None:
