@@ -139,7 +139,7 @@ def test_what_is_no_export_stays_where_it_is(
     assert f"{target} is a file, which would be deleted" in caplog.text
 
 
-@pytest.mark.parametrize("ending", [f"{os.getpid()}.new", "4194305.new", "4194305-17.new"])
+@pytest.mark.parametrize("ending", [f"{os.getpid()}.new", "4194305.new", "4194305-17.new"], ids=["own number", "older name", "gone"])
 def test_what_a_killed_export_left_neither_hinders_nor_stays(ending: str, folder: Path, tmp_path: Path) -> None:
     """Under the number of this process, which is often the same in a container that is started again, or of one that is gone."""
     left = tmp_path / f".latest.{ending}"
