@@ -3,14 +3,15 @@
     <log-dir>/resume/
         current                              name of the newest state, moved last
         step-000040-version-000005/          one state
-            state.json                       numbers, ledger, settings, and size and checksum of every other file
+            state.json                       numbers, ledger, settings, size and checksum of every other file, and its own checksum
             rank-0.msgpack, rank-1.msgpack   what each rank alone knows: its ring, its random numbers
             .metadata, __0_0.distcp, ...     model and optimizer, sharded (torch.distributed.checkpoint)
         announced                            highest policy version that this folder ever announced
         start.json                           what the present start goes on from (written by the launcher)
 
 A state is written in a folder of another name and renamed: one that is there under its name was whole. It may still be
-damaged later, so its files are compared with its state.json before anything starts from it.
+damaged later, so its files are compared with its state.json before anything starts from it. A damaged state or note is left
+out, and said to be: only `start.json`, which every start writes anew, must be as it was written.
 """
 
 import hashlib
@@ -26,9 +27,12 @@ from accerl_mp.config import Config
 from accerl_mp.files import write_over
 from accerl_mp.games import list_games
 
-FORMAT = 1
+FORMAT = 2
 STATE_FILE, CURRENT, ANNOUNCED, START = "state.json", "current", "announced", "start.json"
 _NAME = re.compile(r"step-(\d+)-version-(\d+)")
+_VERSION = re.compile(r"[0-9]{1,12}")
+_MODEL_INDEX = ".metadata"
+_CHECKSUM = "checksum"
 _CHUNK_BYTES = 4 << 20
 _ANNOUNCED_BYTES = 20
 _START_BYTES = 4096
@@ -50,25 +54,29 @@ class SavedState:
     @classmethod
     def open(cls, folder: Path) -> "SavedState":
         """StateError unless its state.json can be read."""
-        try:
-            content = json.loads((folder / STATE_FILE).read_text())
-            known = content["format"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise StateError(f"{folder}: its {STATE_FILE} cannot be read ({type(error).__name__}: {error})") from error
-        if known != FORMAT:
-            raise StateError(f"{folder}: format {known}, this build reads {FORMAT}")
+        content = _read_json(folder / STATE_FILE)
+        if not isinstance(content, dict) or "format" not in content:
+            raise StateError(f"{folder}: its {STATE_FILE} cannot be read: it is no saved state")
+        if content["format"] != FORMAT:
+            raise StateError(f"{folder}: format {content['format']}, this build reads {FORMAT}")
+        if content.pop(_CHECKSUM, None) != _content_checksum(content):
+            raise StateError(f"{folder}: its {STATE_FILE} was changed after it was written (checksum)")
         return cls(folder, content)
 
     def check_files(self) -> None:
         """StateError naming the first file that is missing or not as it was written. Reads everything."""
-        for name, (size_bytes, crc) in self.content["files"].items():
-            path = self.folder / name
-            if not path.is_file():
-                raise StateError(f"{path} is missing")
-            if path.stat().st_size != size_bytes:
-                raise StateError(f"{path} has {path.stat().st_size} bytes, {size_bytes} were written")
-            if checksum(path) != crc:
-                raise StateError(f"{path} was changed after it was written (checksum)")
+        files = self.content["files"]
+        if unnamed := [name for name in self._necessary if name not in files]:
+            raise StateError(f"{self.folder}: {', '.join(unnamed)} was not written")
+        for name, (size_bytes, crc) in files.items():
+            try:
+                _check_file(self.folder / name, size_bytes, crc)
+            except OSError as error:
+                raise StateError(f"{self.folder / name} cannot be read ({error})") from error
+
+    @property
+    def _necessary(self) -> list[str]:
+        return [_MODEL_INDEX, *(rank_file_name(rank) for rank in range(self.num_ranks))]
 
     @property
     def step(self) -> int:
@@ -106,9 +114,15 @@ class Start:
 
     @classmethod
     def load(cls, resume_dir: Path) -> "Start":
-        """From the beginning, where nobody has said otherwise (a role started by hand, tests)."""
+        """From the beginning, where nobody has said otherwise (a role started by hand, tests). StateError where the note is damaged."""
         path = resume_dir / START
-        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+        if not path.exists():
+            return cls()
+        noted = _read_json(path)
+        kinds = {"state": str | None, "first_version": int, "num_restarts": int}
+        if not isinstance(noted, dict) or not all(name in noted and isinstance(noted[name], kind) for name, kind in kinds.items()):
+            raise StateError(f"{path} says nothing about where this start begins")
+        return cls(**{name: noted[name] for name in kinds})
 
     @property
     def saved(self) -> SavedState | None:
@@ -125,9 +139,11 @@ def rank_file_name(rank: int) -> str:
 
 def states_in(resume_dir: Path) -> list[Path]:
     """Folders of the states, newest first: the one that `current` names, then by version and step (versions only ever grow)."""
-    found = [path for path in resume_dir.glob("step-*") if _NAME.fullmatch(path.name)]
-    pointer = resume_dir / CURRENT
-    current = pointer.read_text().strip() if pointer.is_file() else ""
+    try:
+        found = [path for path in resume_dir.glob("step-*") if _NAME.fullmatch(path.name)]
+    except OSError:  # a path too long for any folder
+        return []
+    current = _note(resume_dir / CURRENT)
     return sorted(found, key=lambda path: (path.name == current, *_order(path.name)), reverse=True)
 
 
@@ -159,9 +175,21 @@ def start_from(state: SavedState | None, resume_dir: Path, *, num_restarts: int 
 
 
 def announced_in(resume_dir: Path) -> int:
-    """Highest version that was ever announced; -1: none."""
-    path = resume_dir / ANNOUNCED
-    return int(path.read_text()) if path.is_file() else -1
+    """Highest version that was ever announced; -1: none. Where the note is missing or damaged, the highest that a state has."""
+    noted = _note(resume_dir / ANNOUNCED) or ""
+    if _VERSION.fullmatch(noted):
+        return int(noted)
+    return max((_order(folder.name)[0] for folder in states_in(resume_dir)), default=-1)
+
+
+def damaged_notes(resume_dir: Path) -> list[str]:
+    """What is wrong with `current` and `announced`, a sentence each: a start goes by the states' names instead."""
+    problems, states = [], {path.name for path in states_in(resume_dir)}
+    if (current := _note(resume_dir / CURRENT)) is not None and current not in states:
+        problems.append(f"{resume_dir / CURRENT} names no state that is there (the highest version counts)")
+    if (announced := _note(resume_dir / ANNOUNCED)) is not None and not _VERSION.fullmatch(announced):
+        problems.append(f"{resume_dir / ANNOUNCED} is no version (the next is {announced_in(resume_dir) + 1}, perhaps once more)")
+    return problems
 
 
 def announce(resume_dir: Path, version: int) -> None:
@@ -205,8 +233,16 @@ def disagreements(state: SavedState, config: Config) -> list[str]:
 
 
 def noted_strikes(path: Path) -> dict[str, Any] | None:
-    """What ingest holds against games and groups (`RunPaths.strikes`)."""
-    return json.loads(path.read_text()) if path.exists() else None
+    """What ingest holds against games and groups (`RunPaths.strikes`); None: there is no note, or a damaged one."""
+    try:
+        noted = _read_json(path) if path.exists() else None
+        if noted is None:
+            return None
+        strikes = [(str(kind), int(number), int(count)) for kind, number, count in noted["strikes"]]
+        return {"strikes": [list(strike) for strike in strikes], "set_aside": [int(game) for game in noted["set_aside"]]}
+    except (StateError, TypeError, ValueError, LookupError, OverflowError) as error:
+        _log.warning("%s holds no strikes (%s): it is left out, games that were set aside are tried again", path, error)
+        return None
 
 
 def low_water(next_number: int, done: set[int], *, first: int) -> tuple[int, list[int]]:
@@ -224,6 +260,42 @@ def checksum(path: Path) -> int:
         while chunk := file.read(_CHUNK_BYTES):
             crc = zlib.crc32(chunk, crc)
     return crc
+
+
+def state_text(content: dict[str, Any]) -> str:
+    """state.json of this content: with its own checksum, so that a changed number is noticed as a changed tensor is."""
+    return json.dumps(content | {_CHECKSUM: _content_checksum(content)}, indent=1) + "\n"
+
+
+def _content_checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def _check_file(path: Path, size_bytes: int, crc: int) -> None:
+    if not path.is_file():
+        raise StateError(f"{path} is missing")
+    if path.stat().st_size != size_bytes:
+        raise StateError(f"{path} has {path.stat().st_size} bytes, {size_bytes} were written")
+    if checksum(path) != crc:
+        raise StateError(f"{path} was changed after it was written (checksum)")
+
+
+def _read_json(path: Path) -> Any:
+    """StateError where it cannot be read; a nesting that Python does not follow is a RecursionError."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise StateError(f"{path.parent}: its {path.name} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _note(path: Path) -> str | None:
+    """A note's text, readable or not; None: there is none."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return ""
 
 
 def _order(name: str) -> tuple[int, int]:

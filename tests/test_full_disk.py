@@ -22,6 +22,7 @@ from accerl_mp.trainer.best import BestExport
 from accerl_mp.trainer.recording import RecordedStep, Recorder, recorded_shape
 from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE
+from tests.saved_states import save_state
 from tests.small_disk import SmallDisk
 
 PACKAGE = Path(__file__).parent.parent / "accerl_mp"
@@ -50,7 +51,8 @@ WHO_BEARS_IT = {
     "ingest/restore.py": "/dev/shm",
     "rollout/records.py": "Worker, which logs 'no transcript of group'",
     "stats/collector.py": "stats/writer.py, which appends its texts to the events",
-    "stats/writer.py": "itself: AppendFile, write_status",
+    "stats/writer.py": "itself: AppendFile",
+    "stats/status_file.py": "itself",
     "trainer/best.py": "BestExport.judge",
     "trainer/checkpoint.py": "export, Saver",
     "trainer/recording.py": "itself",
@@ -172,7 +174,7 @@ def test_a_start_that_cannot_be_noted_ends_the_run_in_words_with_its_states_kept
     paths = RunPaths(disk.folder / "run")
     paths.run_dir.mkdir()
     Config().save(paths.args)
-    (paths.resume / "step-000004-version-000002").mkdir(parents=True)
+    state = save_state(paths.resume, 4, Config())
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # it would take pytest's own
     launcher = Launcher(paths, [])
     with full(disk):
@@ -181,7 +183,7 @@ def test_a_start_that_cannot_be_noted_ends_the_run_in_words_with_its_states_kept
     assert "lost trainer/1 (exit code -9)" in said
     assert "cannot start the run again: [Errno 28]" in said
     assert "its saved states are kept for --resume auto" in said
-    assert [path.name for path in recovery.states_in(paths.resume)] == ["step-000004-version-000002"]
+    assert [path.name for path in recovery.states_in(paths.resume)] == [state.name]
 
 
 def test_a_recorder_that_starts_on_a_full_disk_leaves_the_settings_that_are_there(

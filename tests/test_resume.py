@@ -33,6 +33,7 @@ from accerl_mp.trainer.step import LocalTotals, Stepper
 from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import Health
 from accerl_mp.transport.saved_ring import RingCut
+from tests.saved_states import save_state
 
 pytestmark = pytest.mark.timeout(300)
 SETTINGS: dict[str, Any] = {
@@ -214,22 +215,7 @@ def test_three_ranks_go_on_as_two(tmp_path: Path) -> None:
 def states(tmp_path: Path) -> Path:
     """A run folder with the states of steps 1 and 2, as recovery sees them."""
     for step in (1, 2):
-        folder = tmp_path / "run" / "resume" / recovery.folder_name(step, step)
-        folder.mkdir(parents=True)
-        (folder / "rank-0.msgpack").write_bytes(bytes(1000))
-        files = {"rank-0.msgpack": (1000, recovery.checksum(folder / "rank-0.msgpack"))}
-        identity = recovery.identity(config_for(tmp_path / "model"))
-        content = {
-            "format": 1,
-            "step": step,
-            "version": step,
-            "next_version": step + 1,
-            "num_ranks": 1,
-            "identity": identity,
-            "files": files,
-        }
-        (folder / "state.json").write_text(json.dumps(content))
-    (tmp_path / "run/resume/current").write_text(folder.name + "\n")
+        save_state(tmp_path / "run/resume", step, config_for(tmp_path / "model"))
     return tmp_path / "run"
 
 

@@ -1,6 +1,5 @@
 """A ring's content through a saved state: nothing lost, nothing doubled, on the same and on other numbers of ranks."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -15,7 +14,7 @@ from accerl_mp.ingest.balance import FlopsEstimate
 from accerl_mp.ingest.dealer import Dealer, Schedule
 from accerl_mp.ingest.restore import make_rings
 from accerl_mp.ingest.strikes import StrikesFile
-from accerl_mp.recovery import Start, low_water
+from accerl_mp.recovery import FORMAT, SavedState, Start, low_water, state_text
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.ring import RingReader, RingWriter, SharedRing
 from accerl_mp.transport.saved_ring import cut_ring, pack_rank
@@ -62,8 +61,8 @@ def save(folder: Path, ranks: list[Rank], *, version: int = 5) -> Start:
     next_number, done = max(cut.next_number for cut in cuts), {number for cut in cuts for number in cut.done}
     low, above = low_water(next_number, done, first=0)
     groups = {"next": next_number, "low_water": low, "done_above": above}
-    content = {"format": 1, "step": 1, "version": version, "num_ranks": len(ranks), "groups": groups, "strikes": None, "files": {}}
-    (folder / "state.json").write_text(json.dumps(content))
+    content = {"format": FORMAT, "step": 1, "version": version, "num_ranks": len(ranks), "groups": groups, "strikes": None, "files": {}}
+    (folder / "state.json").write_text(state_text(content))
     return Start(str(folder), first_version=version + 3)
 
 
@@ -291,9 +290,9 @@ def test_strikes_outlive_ingest_and_a_skipped_game_is_not_dealt_again(tmp_path: 
 def test_an_ingest_that_starts_again_needs_no_state_that_is_gone(two: list[Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """--keep-checkpoints removes what the run went on from long before an ingest dies: rings and strikes are its own by then."""
     start = save(tmp_path / "state", two)
-    content = json.loads((tmp_path / "state" / "state.json").read_text())
+    content = SavedState.open(tmp_path / "state").content
     strikes = {"strikes": [["game", 0, 2]], "set_aside": [1]}
-    (tmp_path / "state" / "state.json").write_text(json.dumps(content | {"strikes": strikes}))
+    (tmp_path / "state" / "state.json").write_text(state_text(content | {"strikes": strikes}))
     schedule = Schedule(seed=0, num_games=3, group_size=1)
 
     def ingest(*, wants: list[int]) -> None:

@@ -22,8 +22,9 @@ from accerl_mp.stats import events, tags
 from accerl_mp.stats.bottleneck import Situation, bottleneck, situation
 from accerl_mp.stats.collector import SETTLE_S, Collector
 from accerl_mp.stats.status import Status
+from accerl_mp.stats.status_file import read_status
 from accerl_mp.stats.windows import EpisodeWindow, RoundSums
-from accerl_mp.stats.writer import AppendFile, MetricFiles, read_status
+from accerl_mp.stats.writer import AppendFile, MetricFiles
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MetricsSender

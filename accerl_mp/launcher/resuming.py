@@ -3,7 +3,17 @@
 from pathlib import Path
 
 from accerl_mp.config import Config
-from accerl_mp.recovery import SavedState, Start, disagreements, newest_whole, resume_dir_of, start_from, states_in
+from accerl_mp.recovery import (
+    SavedState,
+    Start,
+    StateError,
+    damaged_notes,
+    disagreements,
+    newest_whole,
+    resume_dir_of,
+    start_from,
+    states_in,
+)
 from accerl_mp.topology import RunPaths
 
 
@@ -23,7 +33,7 @@ def plan_start(config: Config) -> tuple[Start, list[str], list[str]]:
     state, damaged = newest_whole(folder)
     if state is None and damaged:
         return Start(), [f"--resume {resume}: no saved state in {folder} can be used: {'; '.join(damaged)}"], []
-    warnings = [f"{text}: it is left out" for text in damaged]
+    warnings = [f"{text}: it is left out" for text in damaged + damaged_notes(folder)]
     if state is None:
         warnings.append(f"--resume auto: there is no saved state in {folder}: the run begins anew")
     problems = [] if state is None else disagreements(state, config)
@@ -31,9 +41,14 @@ def plan_start(config: Config) -> tuple[Start, list[str], list[str]]:
 
 
 def plan_restart(paths: RunPaths, *, num_restarts: int) -> tuple[Start, list[str]]:
-    """(the start after a trainer rank died, what is wrong with newer states). Without a state of its own: as the run began."""
+    """(the start after a trainer rank died, what is wrong with newer states and notes). Without a state of its own: as the run began.
+
+    StateError where there are states but none can be used: the run does not throw away what it has learned to begin anew.
+    """
     state, damaged = newest_whole(paths.resume)
-    given = Start.load(paths.resume).state
-    if state is None and given and Path(given).is_dir():
+    if state is None and damaged:
+        raise StateError(f"no saved state in {paths.resume} can be used: {'; '.join(damaged)}")
+    if state is None and (given := Start.load(paths.resume).state):
         state = SavedState.open(Path(given))
-    return start_from(state, paths.resume, num_restarts=num_restarts), damaged
+        state.check_files()
+    return start_from(state, paths.resume, num_restarts=num_restarts), damaged + damaged_notes(paths.resume)

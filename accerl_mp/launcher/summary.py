@@ -4,7 +4,6 @@ python -m accerl_mp.launcher.summary --run-dir DIR --exit-code N
 """
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accerl_mp.launcher.sweep import lock, sweep
+from accerl_mp.stats.status_file import read_status
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE
@@ -29,7 +29,7 @@ def main() -> None:
     args = parser.parse_args()
     paths = RunPaths(args.run_dir)
     wait_until_over(paths)
-    status = _status(paths)
+    status = read_status(paths.run_dir)
     if args.exit_code == 0 or paths.stop.exists():
         print("\n".join(success_lines(paths, status)))
     else:
@@ -117,11 +117,6 @@ def _called_from() -> Path:
 
 def tensorboard_command(run_dir: Path) -> str:
     return f"{shlex.quote(str(Path(sys.prefix) / 'bin' / 'tensorboard'))} --logdir {shlex.quote(str(run_dir))}"
-
-
-def _status(paths: RunPaths) -> dict[str, Any]:
-    file = paths.run_dir / "status.json"
-    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def _minutes(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """What a run leaves outside its folder, and removing it. Standard library only."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -28,7 +29,8 @@ def sweep(paths: RunPaths) -> list[Path]:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    (paths.run_dir / _FOREIGN).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+        (paths.run_dir / _FOREIGN).unlink()
     return found
 
 
@@ -45,8 +47,9 @@ def note_foreign(paths: RunPaths, pids: list[int]) -> None:
 
 def _foreign(paths: RunPaths) -> list[Path]:
     record = paths.run_dir / _FOREIGN
-    names = record.read_text().splitlines() if record.exists() else []
-    return [Path(name) for name in names if Path(name).exists()]
+    names = record.read_text(errors="replace").splitlines() if record.is_file() else []
+    # What is named here is removed: of a damaged list only what can have been written, and no folder.
+    return [Path(name) for name in names if name.startswith(_FOREIGN_NAMES) and "/.." not in name and Path(name).is_file()]
 
 
 def _mapped(pid: int) -> set[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from accerl_mp.config import Config
 from accerl_mp.launcher.resuming import plan_restart
 from accerl_mp.launcher.summary import wait_until_over
-from accerl_mp.recovery import announced_in
+from accerl_mp.recovery import StateError, announced_in
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import NOT_TRIED_AGAIN, PeerLost
 from accerl_mp.transport.health import FAILURE_FILE
@@ -82,13 +82,13 @@ class Launcher:
 
     def _prepare_restart(self, lost: PeerLost, num_restarts: int) -> bool:
         """False: the start could not be written down; states are what they were."""
-        start, damaged = plan_restart(self._paths, num_restarts=num_restarts)
-        for text in damaged:
-            _say(f"{text}: it is left out")
         try:
+            start, damaged = plan_restart(self._paths, num_restarts=num_restarts)
+            for text in damaged:
+                _say(f"{text}: it is left out")
             start.save(self._paths.resume)
             PeerLost.clear(self._paths.run_dir / FAILURE_FILE)
-        except OSError as error:
+        except (OSError, StateError) as error:
             _say(f"{lost}\nlaunch.sh: cannot start the run again: {error}; its saved states are kept for --resume auto")
             return False
         where = f"from {Path(start.state).name}" if start.state else "from the beginning: no state was saved yet"

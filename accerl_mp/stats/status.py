@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accerl_mp.stats.writer import read_status, write_status
+from accerl_mp.stats.status_file import read_status, write_status
 
 _HEADLINES = {
     "win_rate": "TextWorld/WinRate",

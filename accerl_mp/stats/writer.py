@@ -1,4 +1,4 @@
-"""The run folder's metric files: TensorBoard events, metrics.jsonl and status.json.
+"""The run folder's metric files: TensorBoard events and metrics.jsonl.
 
 Written by the stats process alone, without torch: TensorBoard's own protocol buffers and record format, in one write
 a round. Nothing here waits, and a full disk costs lines, never the run.
@@ -86,24 +86,6 @@ class MetricFiles:
     def close(self) -> None:
         self._events.close()
         self._lines.close()
-
-
-def read_status(run_dir: Path) -> dict[str, Any]:
-    """The run's status.json (fields: `status.Status`); empty where there is none yet."""
-    try:
-        return json.loads((run_dir / "status.json").read_text())
-    except FileNotFoundError:
-        return {}
-
-
-def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
-    """Replace status.json: a reader finds the old or the new one, whole."""
-    temporary = run_dir / "status.json.tmp"
-    try:
-        temporary.write_text(json.dumps(status, indent=2) + "\n")
-        temporary.replace(run_dir / "status.json")
-    except OSError as error:
-        _log.warning("cannot write %s: %s", run_dir / "status.json", error)
 
 
 def _whole_lines(path: Path) -> Path:

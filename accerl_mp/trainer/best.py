@@ -51,7 +51,7 @@ class BestExport:
         return True
 
     def judge(self, num_done: int) -> None:
-        """After `num_done` evaluations. A disk that refuses costs the best export, not the run."""
+        """After `num_done` evaluations. A disk that refuses, or a damaged report, costs the best export, not the run."""
         self._num_done = num_done
         if not self._pending or num_done < self._pending:
             return
@@ -60,7 +60,7 @@ class BestExport:
             return
         try:
             self._promote(eval_id)
-        except OSError as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             _log.error("%s could not be replaced: %s; what was there stays", self._root / BEST_NAME, error)
 
     def _promote(self, eval_id: int) -> None:

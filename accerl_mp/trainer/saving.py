@@ -4,7 +4,6 @@ The threads of all ranks talk over a process group of their own, so their collec
 A state gets its name once every rank has written its part; a rank that cannot (a full disk) leaves the older states as they are.
 """
 
-import json
 import logging
 import shutil
 import threading
@@ -32,6 +31,7 @@ from accerl_mp.recovery import (
     identity,
     low_water,
     rank_file_name,
+    state_text,
     states_in,
 )
 from accerl_mp.topology import RunPaths
@@ -189,7 +189,7 @@ class Saver:
             "identity": identity(self._config),
             "files": {name: entry for part in parts for name, entry in part["files"].items()},
         }
-        (temporary / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n")
+        (temporary / STATE_FILE).write_text(state_text(content))
         replace_folder(temporary, target)
         write_atomically(self._folder / CURRENT, target.name + "\n")
         flush(self._folder)

@@ -1,5 +1,6 @@
 """The three ways in which waiting ends without what was waited for. All are picklable. Standard library only."""
 
+import re
 from pathlib import Path
 
 from accerl_mp.files import write_over
@@ -8,6 +9,7 @@ EXIT_GAME_HUNG = 75
 """A rollout's exit code when it ends itself because of a game: a restart that doesn't count."""
 
 _FILE_BYTES = 4096
+_EXIT_CODE = re.compile(r"-?[0-9]{1,9}")
 
 NOT_TRIED_AGAIN = ("WrongWeights",)
 """Errors of a trainer rank, by the name that the text of its failure begins with, which a new start of the run would only hide."""
@@ -45,13 +47,16 @@ class PeerLost(RuntimeError):
 
     @classmethod
     def load(cls, path: Path) -> "PeerLost":
-        """Read what `save` wrote; a missing file gives a nameless one."""
-        if not path.exists():
-            return cls("a process of the run", None, "", f"{path} is missing")
-        head, _, detail = path.read_text().partition("\n\n")
+        """Read what `save` wrote; a missing or damaged file gives a nameless one."""
+        try:
+            head, _, detail = path.read_text(errors="replace").partition("\n\n")
+        except OSError as error:
+            return cls("a process of the run", None, "", f"{path} cannot be read ({error.strerror})")
         fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
+        if "role" not in fields:
+            return cls("a process of the run", None, "", f"{path} is damaged")
         code = fields.get("exit code", "").strip()
-        return cls(fields.get("role", "?"), int(code) if code else None, fields.get("log file", ""), detail.strip())
+        return cls(fields["role"], int(code) if _EXIT_CODE.fullmatch(code) else None, fields.get("log file", ""), detail.strip())
 
 
 def _spare(path: Path) -> Path:

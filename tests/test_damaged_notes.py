@@ -1,0 +1,212 @@
+"""Every file that a start reads of an earlier one, damaged in every way: the older whole state is taken, in words; never an exception."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accerl_mp import recovery
+from accerl_mp.config import Config, resolve
+from accerl_mp.ingest.dealer import Dealer, Schedule
+from accerl_mp.ingest.strikes import StrikesFile
+from accerl_mp.launcher.resuming import plan_restart, plan_start
+from accerl_mp.launcher.summary import failure_lines, success_lines
+from accerl_mp.launcher.sweep import sweep
+from accerl_mp.recovery import Start, StateError
+from accerl_mp.stats.status import Status
+from accerl_mp.topology import RunPaths
+from accerl_mp.transport.errors import PeerLost
+from tests.saved_states import FILES, save_state
+
+NEWEST, OLDER = recovery.folder_name(2, 2), recovery.folder_name(1, 1)
+
+
+def _keep(size: int) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(path.read_bytes()[:size])
+
+
+def _put(content: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(content)
+
+
+def _half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _zeros(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "missing": Path.unlink, "empty": _keep(0), "one byte": _keep(1), "half": _half, "zeros": _zeros, "flip": _flip,
+    "bytes": _put(bytes(range(256)) * 4), "a folder": _folder, "json null": _put(b"null"), "json list": _put(b"[]"),
+    "json map": _put(b"{}"), "json number": _put(b"7e999"), "json text": _put(b'"format"'), "json nested": _put(b"[" * 100_000),
+    "json of another": _put(b'{"format": 2, "files": {}, "state": 3, "strikes": 5, "set_aside": {}, "step": "x", "eval_first": []}'),
+    "json of wrong entries": _put(b'{"strikes": [["train", 1e999, 1]], "set_aside": [null], "step": null, "state": []}'),
+}  # fmt: skip
+NOTES = ("resume/current", "resume/announced", "resume/start.json", "strikes.json", "failure.txt", "status.json", "shared.txt")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    typed = Config.from_flat({"model_path": str(tmp_path / "model"), "log_dir": str(tmp_path / "run"), "resume": "auto"})
+    return resolve(typed, num_gpus=0, log_dir="")
+
+
+@pytest.fixture
+def run_dir(config: Config, tmp_path: Path) -> Path:
+    """Of a run that was killed: two states, and every note that a later start reads."""
+    paths = RunPaths(tmp_path / "run")
+    for step in (1, 2):
+        save_state(paths.resume, step, config)
+    recovery.announce(paths.resume, 4)
+    Start(str(paths.resume / OLDER), 2, 0).save(paths.resume)
+    PeerLost("trainer/1", -9, "its log", "killed").save(paths.run_dir / "failure.txt")
+    paths.strikes.write_text(json.dumps({"strikes": [["train", 0, 2]], "set_aside": [1]}))
+    status = {
+        "step": 2,
+        "version": 2,
+        "round": 2,
+        "started": 1.0,
+        "training_s": 3.0,
+        "episodes": 8,
+        "eval_first": {"win_rate": 0.5, "step": 0},
+    }
+    (paths.run_dir / "status.json").write_text(json.dumps(status))
+    (paths.run_dir / "shared.txt").write_text("/dev/shm/psm_gone\n")
+    (paths.run_dir / "command.txt").write_text("bash launch.sh\n")
+    return paths.run_dir
+
+
+def read_all(run_dir: Path, config: Config) -> tuple[Start, list[str]]:
+    """What each process of a start does with them. (the start, warnings of the launcher)."""
+    paths = RunPaths(run_dir)
+    with contextlib.suppress(StateError):
+        plan_restart(paths, num_restarts=1)
+    PeerLost.load(paths.run_dir / "failure.txt")
+    failure_lines(paths)
+    sweep(paths)
+    start, problems, warnings = plan_start(config)
+    assert problems == []
+    with contextlib.suppress(OSError):  # a folder stands in its place
+        start.save(paths.resume)
+        assert Start.load(paths.resume) == start
+    recovery.announce(paths.resume, start.first_version)
+    status = Status(run_dir)
+    status.count_episode()
+    status.close_round(number=1, step=3, version=1, round_s=1.0, values={}, sentence="")
+    status.add_evaluation(step=3, version=1, time_s=2.0, values={})
+    with contextlib.suppress(IsADirectoryError):
+        status.save()
+    success_lines(paths, {})
+    StrikesFile(paths.strikes, Dealer(Schedule(seed=0, num_games=3, group_size=1), 1), start).save_if_changed()
+    return start, warnings
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", NOTES)
+def test_a_damaged_note_costs_no_state_and_no_exception(run_dir: Path, config: Config, file: str, damage: str) -> None:
+    DAMAGES[damage](run_dir / file)
+    start, warnings = read_all(run_dir, config)
+    assert start.state == str(run_dir / "resume" / NEWEST)
+    is_read = file in ("resume/current", "resume/announced") and damage != "missing"
+    if file == "resume/announced":
+        assert start.first_version >= 3, "above every version that a state has"
+        is_read &= damage not in ("one byte", "half")  # still its number, or a shorter one
+    else:
+        assert start.first_version == 5
+    assert ["it is left out" in warning and str(run_dir / file) in warning for warning in warnings] == [True] * is_read, warnings
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", ["state.json", *FILES])
+def test_a_state_with_a_damaged_file_is_left_out(run_dir: Path, config: Config, file: str, damage: str) -> None:
+    if (damage, file) != ("zeros", file) or file == "state.json":  # the others hold zeros
+        DAMAGES[damage](run_dir / "resume" / NEWEST / file)
+        start, warnings = read_all(run_dir, config)
+        assert start.state == str(run_dir / "resume" / OLDER)
+        assert start.first_version == 5
+        assert len(warnings) == 1
+        assert NEWEST in warnings[0]
+        assert warnings[0].endswith("it is left out")
+
+
+def _spoilt(content: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Valid JSON, each with one key that is gone or holds something else."""
+    others = [None, [], {}, "x", -1, 10**30, True, [[1]], {"x": None}]
+    gone = [(f"no {key}", {name: value for name, value in content.items() if name != key}) for key in content]
+    return gone + [(f"{key}: {other}", content | {key: other}) for key in content for other in others if other != content[key]]
+
+
+def test_a_state_json_with_any_key_gone_or_of_another_kind_is_left_out(run_dir: Path, config: Config) -> None:
+    file = run_dir / "resume" / NEWEST / "state.json"
+    content = json.loads(file.read_text())
+    assert {"files", "identity", "groups", "num_ranks", "next_version"} <= content.keys()
+    for what, spoilt in _spoilt(content):
+        file.write_text(json.dumps(spoilt))
+        start, problems, warnings = plan_start(config)
+        assert (start.state, problems) == (str(run_dir / "resume" / OLDER), []), what
+        assert [warning.endswith("it is left out") for warning in warnings] == [True], what
+    file.write_text(json.dumps(content))
+    assert plan_start(config)[0].state == str(run_dir / "resume" / NEWEST), "else nothing was shown"
+
+
+def test_a_state_that_was_written_without_its_files_is_not_whole(run_dir: Path, config: Config) -> None:
+    file = run_dir / "resume" / NEWEST / "state.json"
+    content = recovery.SavedState.open(file.parent).content
+    for left_out in (list(content["files"]), [".metadata"], ["rank-0.msgpack"]):
+        files = {name: entry for name, entry in content["files"].items() if name not in left_out}
+        file.write_text(recovery.state_text(content | {"files": files}))
+        start, _, warnings = plan_start(config)
+        assert start.state == str(run_dir / "resume" / OLDER)
+        assert "was not written: it is left out" in warnings[0]
+
+
+def test_where_every_state_is_damaged_nothing_begins_anew(run_dir: Path, config: Config) -> None:
+    for name in (NEWEST, OLDER):
+        (run_dir / "resume" / name / "state.json").write_text("{}")
+    _, problems, _ = plan_start(config)
+    assert problems[0].count("cannot be read") == 2
+    with pytest.raises(StateError, match=r"no saved state in .* can be used"):
+        plan_restart(RunPaths(run_dir), num_restarts=1)
+
+
+def test_a_run_whose_own_beginning_is_not_known_is_not_started_again_from_another(run_dir: Path) -> None:
+    """It went on from another run's state and has none of its own yet: from the model's first weights it would be another run."""
+    paths = RunPaths(run_dir)
+    other = run_dir.parent / "another" / OLDER
+    shutil.copytree(paths.resume / OLDER, other)
+    for state in recovery.states_in(paths.resume):
+        shutil.rmtree(state)
+    Start(str(other), 2, 0).save(paths.resume)
+    assert plan_restart(paths, num_restarts=1)[0].state == str(other)
+    for spoil in (lambda: (other / "state.json").write_text("{}"), lambda: (paths.resume / "start.json").write_text("{}")):
+        spoil()
+        with pytest.raises(StateError):
+            plan_restart(paths, num_restarts=1)
+
+
+def test_a_damaged_list_of_shared_memory_removes_nothing_else(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    (tmp_path / "photos").mkdir()
+    cut = ["/dev", "/dev/shm", "/dev/shm/", "/", ".", str(tmp_path / "thesis.txt"), str(tmp_path / "photos")]
+    outside = f"/dev/shm/psm_/../../..{tmp_path}/thesis.txt"
+    (run_dir / "shared.txt").write_text("\n".join([*cut, outside]))
+    assert sweep(RunPaths(run_dir)) == []
+    assert (tmp_path / "thesis.txt").exists()
+    assert (tmp_path / "photos").exists()
