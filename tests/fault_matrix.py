@@ -76,7 +76,11 @@ def _standing_cells() -> list[Cell]:
 
 def _game_cells() -> list[Cell]:
     outcome = "set aside after three failures and named once; training goes on; uses up no restarts"
-    return [_cell("test_faults", "test_a_poisoned_game", "a game", kind, WORK, outcome, kind != "crashes") for kind in KINDS]
+    changes = {"loses its .z8": outcome, "loses its .json": outcome, "replaced": "the new one is played from its next episode on"}
+    return [
+        *(_cell("test_faults", "test_a_poisoned_game", "a game", kind, WORK, outcome, kind != "crashes") for kind in KINDS),
+        *(_cell("test_faults", "test_a_game_that_changes", "a game", event, WORK, changes[event], True) for event in changes),
+    ]
 
 
 def _cell(file: str, function: str, who: str, event: str, moment: str, outcome: str, is_slow: bool) -> Cell:

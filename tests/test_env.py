@@ -1,6 +1,8 @@
 """Real TextWorld games through the Env protocol, and the pool that reuses them."""
 
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,11 @@ def test_the_pool_closes_the_one_that_was_used_longest_ago(games_dir: Path) -> N
     pool.close()
 
 
+def put(game: Path, at: Path) -> None:
+    for ending in (".z8", ".json"):
+        at.with_suffix(ending).write_bytes(game.with_suffix(ending).read_bytes())
+
+
 def play(env: TextWorldEnv, seed: int) -> list[Observation]:
     """What it shows, by the first command that is not the last one's."""
     seen = [env.reset(seed)]
@@ -162,19 +169,62 @@ def test_two_environments_of_one_game_know_nothing_of_each_other(games_dir: Path
 
 def test_a_game_whose_files_were_replaced_is_read_again(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
     path = tmp_path / "game.z8"
-
-    def put(name: str) -> None:
-        for ending in (".z8", ".json"):
-            path.with_suffix(ending).write_bytes((games_dir / name).with_suffix(ending).read_bytes())
-
-    put("room-0.z8")
+    put(games_dir / "room-0.z8", path)
     env = TextWorldEnv(path)
     before = env.reset(1)
-    put("room-1.z8")
+    put(games_dir / "room-1.z8", path)
     env.go_to_game(path)
     after = env.reset(1)
     assert (before.text, before.objective) != (after.text, after.objective)
     env.close()
+
+
+@pytest.mark.parametrize("gone", [".z8", ".json"])
+def test_an_idle_environment_of_a_game_whose_files_are_gone_is_not_handed_out(games_dir: Path, tmp_path: Path, gone: str) -> None:  # noqa: F811
+    """Its interpreter would find no story and end the process, so a process of its own plays."""
+    path = tmp_path / "game.z8"
+    put(games_dir / "room-0.z8", path)
+    code = f"""
+from pathlib import Path
+from accerl_mp.rollout.env import EnvError, EnvPool
+pool = EnvPool(2)
+env = pool.acquire({str(path)!r})
+env.reset(1)
+pool.release(env)
+Path({str(path.with_suffix(gone))!r}).unlink()
+try:
+    pool.acquire({str(path)!r}).reset(1)
+except EnvError as error:
+    print("refused:", error, len(pool))
+"""
+    words = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"refused: game {path}: ")
+    assert done.stdout.endswith(" 0\n"), "the environment is closed"
+
+
+@pytest.mark.parametrize("by", ["another game", "a text"])
+def test_an_idle_environment_of_a_game_whose_files_were_replaced_plays_the_new_ones(games_dir: Path, tmp_path: Path, by: str) -> None:  # noqa: F811
+    path = tmp_path / "game.z8"
+    put(games_dir / "room-0.z8", path)
+    pool = EnvPool(2)
+    env = pool.acquire(str(path))
+    before = env.reset(1)
+    pool.release(env)
+    if by == "a text":
+        path.write_text("hello")
+        with pytest.raises(EnvError, match="no Z-machine story"):
+            pool.acquire(str(path))
+        return
+    put(games_dir / "room-1.z8", path)
+    again = pool.acquire(str(path))
+    fresh = TextWorldEnv(path)
+    assert again is env
+    assert play(again, 1) == play(fresh, 1)
+    assert again.reset(1) != before
+    fresh.close()
+    pool.discard(again)
 
 
 def test_switching_between_games_takes_no_memory(games_dir: Path) -> None:  # noqa: F811

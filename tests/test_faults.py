@@ -150,6 +150,39 @@ def test_a_poisoned_game(start: Callable[..., LightRun], games_dir: Path, tmp_pa
     assert len(others) <= 4 * (cell.event == "hangs"), others
 
 
+@pytest.mark.parametrize("cell", marked(cells_of("test_a_game_that_changes")))
+def test_a_game_that_changes(start: Callable[..., LightRun], games_dir: Path, tmp_path: Path, cell: Cell) -> None:  # noqa: F811
+    """Under environments that have played it and are kept for the next time."""
+    games = tmp_path / "games"
+    shutil.copytree(games_dir, games)
+    run, game = start(games, max_restarts=0, env_step_timeout_s=60.0), games / "room-0.z8"
+    run.wait_for(lambda: len(beginnings(run)) == 3, "all games to be played", 120)
+    rollouts, before = [run.row(f"rollout/{index}").pid for index in range(2)], beginnings(run)
+    if cell.event == "replaced":
+        for ending in (".z8", ".json"):
+            shutil.copy((games_dir / "room-1.z8").with_suffix(ending), tmp_path / "new")
+            (tmp_path / "new").rename(game.with_suffix(ending))
+        new = before["room-1"]
+        run.wait_for(lambda: beginnings(run)["room-0"] >= new, "the new game to be played under the old name", 120)
+    else:
+        game.with_suffix(cell.event.removeprefix("loses its ")).unlink()
+        run.wait_for(lambda: "set aside" in run.log("ingest"), "the game to be set aside", 120)
+        assert "room-0" in run.log("ingest").partition("set aside")[0].splitlines()[-1]
+    run.wait_training(10)
+    assert [run.row(f"rollout/{index}").pid for index in range(2)] == rollouts, run.words()
+    run.finish()
+
+
+def beginnings(run: LightRun) -> dict[str, set[str]]:
+    """Game -> how its episodes began."""
+    found: dict[str, set[str]] = {}
+    for path in (run.paths.run_dir / "episodes").glob("train-*.json"):
+        with contextlib.suppress(ValueError):  # it is being written
+            episode = json.loads(path.read_text())
+            found.setdefault(episode["game"], set()).add(episode["turns"][0]["message"])
+    return found
+
+
 @pytest.mark.slow
 def test_replies_that_name_no_command_are_trained_like_any_other(start: Callable[..., LightRun], games_dir: Path) -> None:  # noqa: F811
     """Control tokens, half a character, ids that the tokenizer does not know: episodes end at the turn limit."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -88,7 +89,7 @@ class ReusableEnv(Env, Protocol):
     """One that can be taken for another game when its own is over."""
 
     def go_to_game(self, path: str) -> None:
-        """Become an environment of the game at `path`, which the next `reset` starts."""
+        """Become an environment of the game at `path`, which the next `reset` starts; of its own path: with its files as they are now."""
 
 
 class TextWorldEnv:
@@ -166,7 +167,7 @@ class EnvPool:
 
     def acquire(self, path: str) -> Env:
         """An environment of this game, not reset."""
-        env = self._take_idle(path) or self._switch_idle(path)
+        env = self._take_idle(path)
         if env is None:
             self._close_idle_above(self._capacity - 1)
             env = self._open_env(path)
@@ -174,17 +175,20 @@ class EnvPool:
         return env
 
     def _take_idle(self, path: str) -> Env | None:
-        key = next((key for key, env in self._idle.items() if env.path == path), None)
-        return None if key is None else self._idle.pop(key)
+        """One of this game, else the one that was used longest ago, with another game; closed if that fails.
 
-    def _switch_idle(self, path: str) -> Env | None:
-        """The one that was used longest ago, with another game; closed if that fails."""
-        key = next((key for key, env in self._idle.items() if isinstance(env, ReusableEnv)), None)
+        One of this game is told to go to it too: its files may be others by now, or gone, and an interpreter without its story ends
+        the process.
+        """
+        of_the_game = (key for key, env in self._idle.items() if env.path == path)
+        of_any = (key for key, env in self._idle.items() if isinstance(env, ReusableEnv))
+        key = next(chain(of_the_game, of_any), None)
         if key is None:
             return None
         env = self._idle.pop(key)
         try:
-            env.go_to_game(path)  # type: ignore[attr-defined]
+            if isinstance(env, ReusableEnv):
+                env.go_to_game(path)
         except BaseException:
             env.close()
             raise
