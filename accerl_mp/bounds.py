@@ -17,7 +17,7 @@ _LARGEST = 1e12
 
 def out_of_bounds(field_name: str, value: float | None, option: str) -> Iterator[str]:
     """What is wrong with a number for the flag of this field, said of `option`. Tools have some of the flags under other names."""
-    at_least, above, at_most = (_FIELDS[field_name].metadata[name] for name in ("at_least", "above", "at_most"))
+    at_least, above, at_most, beyond = (_FIELDS[field_name].metadata[name] for name in ("at_least", "above", "at_most", "beyond"))
     if at_most is None:
         at_most = _LONGEST_S if field_name.endswith(_SECONDS) else _LARGEST
     if isinstance(value, float) and not math.isfinite(value):
@@ -27,7 +27,7 @@ def out_of_bounds(field_name: str, value: float | None, option: str) -> Iterator
     elif value is not None and above is not None and value <= above:
         yield f"{option} must be above {above}, got {value}"
     elif isinstance(value, int | float) and value > at_most:
-        yield f"{option} must be at most {at_most:.10g}, got {value}"
+        yield f"{option} must be at most {at_most:.10g}, got {value}" + (f": {beyond}" if beyond else "")
     elif isinstance(value, int | float) and value < -_LARGEST:
         yield f"{option} must be at least {-_LARGEST:g}, got {value}"
 

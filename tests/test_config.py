@@ -214,6 +214,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"max_steps": 10**20}, "--max-steps must be at most 1e+12"),
     ({"tw_win_bonus": 1e39}, "--tw-win-bonus must be at most 1e+12"),
     ({"tw_step_penalty": -1e39}, "--tw-step-penalty must be at least -1e+12"),
+    ({"infer_size": 10**12}, "--infer-size must be at most 64, got 1000000000000: each is a process of its own on this machine"),
+    ({"num_rollout_workers": 10**9}, "--num-rollout-workers must be at most 1024, got 1000000000: each is a process of its own"),
     ({"tw_game_pattern": ""}, "--tw-game-pattern '': it must be a pattern of files"),
     ({"save_checkpoint": True, "checkpoint_name": "../latest"}, "--checkpoint-name ../latest: it must be one folder's name"),
     ({"vllm_max_model_len": 128}, "--vllm-max-model-len 128 is under"),
@@ -285,6 +287,27 @@ def test_a_number_out_of_bounds_is_the_only_thing_that_is_said(folders: dict[str
         assert [problem.split(" must be ")[0] for problem in problems] == [option_of(field.name)], problems
 
 
+UNBOUNDED = """
+tw_game_limit history_window_turns max_steps lr_warmup_steps max_bad_steps max_policy_lag max_sample_reuse sync_every_optimizer_steps
+max_sync_rounds verify_sync log_every checkpoint_every_sync_rounds transcripts_every max_restarts max_trainer_restarts
+resume_every_rounds keep_checkpoints
+""".split()
+"""Counts that are only compared with others: nothing is made for each."""
+
+
+@pytest.mark.parametrize("field", [f for f in NUMBERS if "int" in str(f.type) and f.name not in UNBOUNDED], ids=lambda field: field.name)
+def test_a_count_that_no_machine_can_hold_is_refused_by_its_own_flag(folders: dict[str, Any], field: dataclasses.Field) -> None:
+    """On a CPU too, where no number of GPUs bounds it: a list of 10**12 names would take the machine along before anything is said."""
+    problems = problems_of(folders | {"placement": "cpu", field.name: 10**12}, shm=1 << 30)
+    assert any(option_of(field.name) in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("field", [f for f in fields() if f.metadata["beyond"]], ids=lambda field: field.name)
+def test_a_count_out_of_bounds_is_named_with_its_value_and_what_it_would_mean(folders: dict[str, Any], field: dataclasses.Field) -> None:
+    most, beyond = field.metadata["at_most"], field.metadata["beyond"]
+    assert problems_of(folders | {field.name: most + 1}) == [f"{option_of(field.name)} must be at most {most}, got {most + 1}: {beyond}"]
+
+
 def test_a_number_out_of_bounds_hides_nothing_that_others_do(folders: dict[str, Any]) -> None:
     problems = problems_of(
         folders | {"batch_size": 0, "min_replay_size_per_rank": 0, "clip_eps": -1.0, "max_length": 100, "infer_top_p": 0.5}
@@ -294,7 +317,7 @@ def test_a_number_out_of_bounds_hides_nothing_that_others_do(folders: dict[str, 
 
 
 def test_what_follows_is_named_where_every_number_that_was_given_is_good(folders: dict[str, Any]) -> None:
-    problems = problems_of(folders | {"batch_size": 10**7, "grad_accum_steps": 10**7})
+    problems = problems_of(folders | {"batch_size": 1 << 16, "grad_accum_steps": 1 << 16})
     assert any(problem.startswith("--replay-capacity must be at most") for problem in problems), problems
 
 
