@@ -10,10 +10,11 @@ from pathlib import Path
 
 from accerl_mp.bounds import bad_numbers, without
 from accerl_mp.cli import option_of, without_those_of
-from accerl_mp.config import TEXTWORLD, Config, largest_group
+from accerl_mp.config import Config, largest_group
 from accerl_mp.export_place import export_problems
-from accerl_mp.games import find_games, list_games, without_json
+from accerl_mp.games import GamesError, find_games, list_games
 from accerl_mp.model_folder import engine_problems, folder_problems, read_facts
+from accerl_mp.path_checks import cannot_be_made, game_folder, not_a_pattern, said_by
 from accerl_mp.recovery import resume_dir_of
 
 _SLOT_BYTES = 4096 + 256
@@ -39,7 +40,9 @@ def _problems(config: Config, num_gpus: int, shm_free_bytes: int | None) -> list
     """Of settings whose numbers are each within bounds."""
     rules = [
         _model,
+        _chat_template,
         _games,
+        _eval_games,
         _algorithm,
         _batch,
         _replay,
@@ -50,7 +53,7 @@ def _problems(config: Config, num_gpus: int, shm_free_bytes: int | None) -> list
         _sync,
         _folders,
     ]
-    problems = [problem for rule in rules for problem in rule(config)]
+    problems = [problem for rule in rules for problem in said_by(rule, config)]
     problems += _gpus(config, num_gpus)
     if shm_free_bytes is not None:
         problems += _shared_memory(config, shm_free_bytes)
@@ -61,7 +64,7 @@ def check_replayed(config: Config, *, num_steps: int, num_ranks: int, world_size
     """Every problem of the trainer alone on recorded samples: `num_steps` of `num_ranks` ranks; torchrun started `world_size`."""
     folder = config.run.replay_samples
     problems = [sentence for sentences in bad_numbers(config).values() for sentence in sentences]
-    problems += [problem for rule in (_model, _algorithm, _folders, _deterministic) for problem in rule(config)]
+    problems += [problem for rule in (_model, _chat_template, _algorithm, _folders, _deterministic) for problem in said_by(rule, config)]
     if num_steps == 0:
         problems.append(f"--replay-samples {folder}: no optimizer step in it that all ranks have recorded: there is nothing to train")
     elif num_ranks != world_size:
@@ -80,22 +83,31 @@ def _model(config: Config) -> Iterator[str]:
     model = config.model
     if model.dtype == "float16":
         yield "--dtype float16 is refused: gradients under 6e-8 become 0 without loss scaling; use bfloat16 or float32"
-    if model.chat_template and not Path(model.chat_template).is_file():
-        yield f"--chat-template {model.chat_template}: no such file"
     if not model.model_path:
         yield "--model-path is missing: there is nothing to train"
         return
     yield from folder_problems(Path(model.model_path))
 
 
+def _chat_template(config: Config) -> Iterator[str]:
+    template = config.model.chat_template
+    if template and not os.path.isfile(template):
+        yield f"--chat-template {template}: no such file"
+    elif template and not os.access(template, os.R_OK):
+        yield f"--chat-template {template} cannot be read: this user may not"
+
+
 def _games(config: Config) -> Iterator[str]:
-    games, metrics = config.games, config.metrics
-    if not games.tw_game_dir:
+    if not config.games.tw_game_dir:
         yield "--tw-game-dir is missing: there is nothing to play"
     else:
-        yield from _game_folder("--tw-game-dir", games.tw_game_dir, config)
+        yield from game_folder("--tw-game-dir", config.games.tw_game_dir, config)
+
+
+def _eval_games(config: Config) -> Iterator[str]:
+    metrics = config.metrics
     if metrics.eval_game_dir:
-        yield from _game_folder("--eval-game-dir", metrics.eval_game_dir, config)
+        yield from game_folder("--eval-game-dir", metrics.eval_game_dir, config)
         yield from _trained_and_held_out(config)
     elif metrics.eval_every_rounds > 0:
         yield f"--eval-every-rounds {metrics.eval_every_rounds} needs --eval-game-dir: there are no held-out games to play"
@@ -104,35 +116,17 @@ def _games(config: Config) -> Iterator[str]:
 def _trained_and_held_out(config: Config) -> Iterator[str]:
     """A held-out folder may lie inside the training folder, whose subfolders are searched too."""
     folder, eval_folder, pattern = config.games.tw_game_dir, str(config.metrics.eval_game_dir), config.games.tw_game_pattern
-    if not (folder and Path(folder).is_dir() and Path(eval_folder).is_dir()) or not_a_pattern(pattern):
+    if not (folder and os.path.isdir(folder) and os.path.isdir(eval_folder)) or not_a_pattern(pattern):
         return
-    trained = {game.resolve() for game in find_games(folder, pattern)}
-    if both := [game for game in find_games(eval_folder, pattern) if game.resolve() in trained]:
+    try:
+        trained, held_out = ({os.path.realpath(game): game for game in find_games(each, pattern)} for each in (folder, eval_folder))
+    except GamesError:
+        return  # it is said of its own folder
+    if both := [held_out[game] for game in held_out if game in trained]:
         yield (
             f"--eval-game-dir {eval_folder}: {len(both)} of its games are in --tw-game-dir {folder} too ({both[0].name}): "
             "evaluation must play games that are not trained on"
         )
-
-
-def _game_folder(option: str, folder: str, config: Config) -> Iterator[str]:
-    pattern = config.games.tw_game_pattern
-    if not Path(folder).is_dir():
-        yield f"{option} {folder}: no such folder"
-        return
-    if not_a_pattern(pattern):
-        yield f"--tw-game-pattern {pattern!r}: it must be a pattern of files inside {option}, such as *.z8"
-        return
-    games = find_games(folder, pattern)
-    if not games:
-        yield f"{option} {folder}: no file matches --tw-game-pattern {pattern!r}: there is nothing to play"
-    if config.games.env == TEXTWORLD and (lonely := without_json(games)):
-        names = ", ".join(game.name for game in lonely[:3]) + (", ..." if len(lonely) > 3 else "")
-        yield f"{option} {folder}: {len(lonely)} games have no .json beside them ({names}): TextWorld would give no commands, score or end"
-
-
-def not_a_pattern(pattern: str) -> bool:
-    """Python's glob raises at these."""
-    return not Path(pattern).parts or Path(pattern).is_absolute()
 
 
 def _algorithm(config: Config) -> Iterator[str]:
@@ -277,9 +271,9 @@ def _sync(config: Config) -> Iterator[str]:
 def _folders(config: Config) -> Iterator[str]:
     run_folder = Path(config.metrics.log_dir)
     goes_on = config.run.resume == "auto" or (
-        config.run.resume and resume_dir_of(Path(config.run.resume)).parent.resolve() == run_folder.resolve()
+        config.run.resume and os.path.realpath(resume_dir_of(Path(config.run.resume)).parent) == os.path.realpath(run_folder)
     )
-    if (run_folder / "args.json").exists() and not goes_on:
+    if os.path.exists(run_folder / "args.json") and not goes_on:
         yield (
             f"--log-dir {run_folder} already holds a run: its files would be mixed with the new one's; "
             "name another folder, or go on with it: --resume auto"
@@ -290,15 +284,6 @@ def _folders(config: Config) -> Iterator[str]:
         yield from export_problems(config)
     if config.metrics.checkpoint_every_sync_rounds and not config.metrics.save_checkpoint:
         yield f"--checkpoint-every-sync-rounds {config.metrics.checkpoint_every_sync_rounds} needs --save-checkpoint"
-
-
-def cannot_be_made(option: str, folder: Path) -> Iterator[str]:
-    """What keeps a folder from being made: the first of its parents that exists is a file, or may not be written."""
-    parent = next(path for path in [folder, *folder.resolve().parents] if path.exists())
-    if not parent.is_dir():
-        yield f"{option} {folder}: {parent} is a file; name another folder"
-    elif not os.access(parent, os.W_OK) or str(parent.resolve()).startswith("/proc"):
-        yield f"{option} {folder}: {parent} is not writable; name another folder"
 
 
 def _gpus(config: Config, num_gpus: int) -> Iterator[str]:
@@ -335,7 +320,7 @@ def _warnings(config: Config, typed: Config) -> Iterator[str]:
             f"--lr-warmup-steps {typed.optimizer.lr_warmup_steps} is longer than --max-steps {config.optimizer.max_steps}: "
             f"cut to {config.optimizer.lr_warmup_steps}, so that the weights really move"
         )
-    games = list_games(config) if Path(config.games.tw_game_dir).is_dir() else []
+    games = list_games(config) if os.path.isdir(config.games.tw_game_dir) else []
     if config.games.tw_game_limit and len(games) < config.games.tw_game_limit:
         yield f"--tw-game-limit {config.games.tw_game_limit}: only {len(games)} games are there"
     yield from _without_effect(config, typed)

@@ -115,7 +115,10 @@ def to_argv(config: Config) -> list[str]:
 
 def _read_flags(path: Path, environ: Mapping[str, str], problems: list[str]) -> list[str]:
     try:
-        words = shlex.split(path.read_text(), comments=True)
+        text = path.read_text()
+        if "\0" in text:
+            raise ValueError("it holds zero bytes")
+        words = shlex.split(text, comments=True)
     except (OSError, ValueError) as error:  # ValueError: no text, or a quote without its end
         problems.append(f"@{path}: cannot be read ({getattr(error, 'strerror', None) or error}): its flags are missing")
         return []

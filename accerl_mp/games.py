@@ -1,9 +1,20 @@
 """Which game files a run plays, in which order. Looks at names only: playing them is rollout's."""
 
+import fnmatch
+import os
 import random
+from collections.abc import Iterator
+from itertools import dropwhile
 from pathlib import Path
 
 from accerl_mp.config import Config
+
+_MOST_FILES, _MOST_OTHERS, _MOST_PER_GAME = 2_000_000, 100_000, 10
+"""Files that are looked at: at all; where no game is among them; for each game, beside which lie its .json and what it was made from."""
+
+
+class GamesError(ValueError):
+    """A folder that is not searched to its end. Says why."""
 
 
 def list_games(config: Config) -> list[Path]:
@@ -21,8 +32,27 @@ def list_eval_games(config: Config) -> list[Path]:
 
 
 def find_games(folder: str, pattern: str) -> list[Path]:
-    """Game files in `folder` and below, sorted by path."""
-    return sorted(path for path in Path(folder).rglob(pattern) if path.is_file())
+    """Game files in `folder` and below, sorted by path; what cannot be read is passed over.
+
+    GamesError where so much else lies there that the folder can hardly be meant: `/` has millions of files.
+    """
+    found: set[Path] = set()
+    num_looked_at = 0
+    for root, folders, files in os.walk(folder):
+        num_looked_at += len(folders) + len(files)
+        found.update(path for path in _matching(Path(root), files, pattern) if os.path.isfile(path))
+        if num_looked_at > min(_MOST_FILES, _MOST_OTHERS + _MOST_PER_GAME * len(found)):
+            raise GamesError(f"over {num_looked_at:,} files and folders, {len(found)} games among them so far: name the games' own folder")
+    return sorted(found)
+
+
+def _matching(folder: Path, files: list[str], pattern: str) -> Iterator[Path]:
+    """In this folder; a pattern may go on into folders below. `**` at its beginning says nothing: every folder is looked into."""
+    parts = list(dropwhile("**".__eq__, Path(pattern).parts))
+    if len(parts) > 1:
+        yield from folder.glob("/".join(parts))
+    elif parts:
+        yield from (folder / name for name in fnmatch.filter(files, parts[0]))
 
 
 def without_json(games: list[Path]) -> list[Path]:

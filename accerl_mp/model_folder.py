@@ -1,6 +1,7 @@
 """What a HuggingFace model folder holds, from its small files alone: nothing here imports torch or Transformers, or reads a weight."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +73,14 @@ def _number(text: dict[str, Any], *keys: str) -> int | None:
 
 def folder_problems(folder: Path) -> Iterator[str]:
     """What keeps the folder from being a model that can be trained."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         yield f"--model-path {folder}: no such folder (models are read from disk only, never downloaded)"
+        return
+    if not os.access(folder, os.R_OK | os.X_OK):
+        yield f"--model-path {folder} cannot be read: this user may not"
+        return
+    if unreadable := sorted(path.name for path in folder.iterdir() if path.is_file() and not os.access(path, os.R_OK)):
+        yield f"--model-path {folder}: {', '.join(unreadable[:3])} cannot be read: this user may not"
         return
     if not (folder / "config.json").is_file():
         yield f"--model-path {folder}: no config.json in it: not a HuggingFace model folder"

@@ -14,6 +14,7 @@ damaged later, so its files are compared with its state.json before anything sta
 out, and said to be: only `start.json`, which every start writes anew, must be as it was written.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -25,7 +26,7 @@ from typing import Any
 
 from accerl_mp.config import Config
 from accerl_mp.files import write_over
-from accerl_mp.games import list_games
+from accerl_mp.games import GamesError, list_games
 
 FORMAT = 2
 STATE_FILE, CURRENT, ANNOUNCED, START = "state.json", "current", "announced", "start.json"
@@ -207,9 +208,11 @@ def announce(resume_dir: Path, version: int) -> None:
 def identity(config: Config) -> dict[str, str]:
     """{flag: what must be the same for a state to make sense}. Episodes, groups and games are numbered by these settings."""
     algorithm, games = config.algorithm, config.games
-    model_config = Path(config.model.model_path) / "config.json"
-    model = _digest(model_config.read_bytes()) if model_config.is_file() else "?"
-    names = [path.name for path in list_games(config)] if Path(games.tw_game_dir or ".").is_dir() and games.tw_game_dir else []
+    model, names = "?", []
+    with contextlib.suppress(OSError):
+        model = _digest((Path(config.model.model_path) / "config.json").read_bytes())
+    with contextlib.suppress(OSError, GamesError):  # the checks say what is wrong with them
+        names = [path.name for path in list_games(config)] if games.tw_game_dir else []
     return {
         "--model-path": f"{config.model.model_path} (config.json {model})",
         "--train-mode": config.model.train_mode,

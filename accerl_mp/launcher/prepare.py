@@ -58,7 +58,7 @@ def _split(argv: list[str]) -> tuple[Path, list[str]]:
 def _plays_demo_games(words: list[str]) -> bool:
     """Whether the flags name the demo's own games, and nothing is wrong with them."""
     typed, problems = cli.read(words, environ=os.environ)
-    return not problems and Path(typed.games.tw_game_dir or ".").resolve() == (_DEMO_GAMES / "train").resolve()
+    return not problems and os.path.realpath(typed.games.tw_game_dir or ".") == os.path.realpath(_DEMO_GAMES / "train")
 
 
 def _make_demo_games() -> None:
@@ -103,7 +103,7 @@ def _absolute(config: Config) -> Config:
     """Any process can then be started by hand, from any directory."""
     values = config.to_flat()
     paths = {name: values[name] for name in _PATH_FIELDS if values[name] and values[name] != "auto"}  # --resume auto is none
-    return config.replace(**{name: str(Path(path).resolve()) for name, path in paths.items()})
+    return config.replace(**{name: os.path.realpath(path) for name, path in paths.items()})
 
 
 def _log_level(config: Config) -> list[str]:
@@ -133,7 +133,7 @@ def _shm_free_bytes() -> int:
 def _export_tokenizer(config: Config, folder: Path) -> list[str]:
     """Its problems; none where `checks` has already refused the model folder."""
     template = config.model.chat_template
-    if not (Path(config.model.model_path) / "config.json").is_file() or (template and not Path(template).is_file()):
+    if not os.path.isfile(Path(config.model.model_path) / "config.json") or (template and not os.path.isfile(template)):
         return []
     from transformers.utils import logging
 
@@ -145,7 +145,7 @@ def _export_tokenizer(config: Config, folder: Path) -> list[str]:
 
 def _model_problems(config: Config) -> list[str]:
     """What the trainer would refuse, from the model's config alone; none where `checks` has already refused the folder."""
-    if not (Path(config.model.model_path) / "config.json").is_file():
+    if not os.path.isfile(Path(config.model.model_path) / "config.json"):
         return []
     import torch
 
@@ -181,7 +181,7 @@ def _make_run_folder(paths: RunPaths, config: Config, words: list[str], start: S
         for note in (paths.stop, paths.ended):
             note.unlink(missing_ok=True)
         (paths.run_dir / "logs").mkdir(exist_ok=True)
-        with (paths.run_dir / "command.txt").open("a") as file:
+        with (paths.run_dir / "command.txt").open("a", errors="surrogateescape") as file:  # paths need not be UTF-8
             file.write(shlex.join(["bash", "launch.sh", *words]) + "\n")
         (paths.run_dir / "versions.json").write_text(json.dumps(_stack(), indent=2) + "\n")
         config.save(paths.args)

@@ -8,7 +8,7 @@ from pathlib import Path
 from accerl_mp import checks
 from accerl_mp.bounds import out_of_bounds
 from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
-from accerl_mp.games import find_games, without_json
+from accerl_mp.games import GamesError, find_games, without_json
 from accerl_mp.model_folder import cpu_context, engine_problems, read_facts
 from accerl_mp.tools.policies import Policy
 from accerl_mp.topology import visible_gpus
@@ -103,7 +103,10 @@ def list_played_games(
         raise ConfigError([f"--game-pattern {pattern!r}: it must be a pattern of files inside {option}, such as *.z8"])
     if not Path(folder).is_dir():
         raise ConfigError([f"{option} {folder}: no such folder"])
-    games = find_games(folder, pattern)
+    try:
+        games = find_games(folder, pattern)
+    except GamesError as error:
+        raise ConfigError([f"{option} {folder}: {error}"]) from error
     if not games:
         raise ConfigError([f"{option} {folder}: no file matches {pattern!r} in it: there is nothing to play"])
     if needs_json and (lonely := without_json(games)):
