@@ -148,6 +148,11 @@ def states_in(resume_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.name == current, *_order(path.name)), reverse=True)
 
 
+def newest_step(resume_dir: Path) -> int:
+    """Optimizer step of the newest state, by its name; 0: there is none."""
+    return next((_order(folder.name)[1] for folder in states_in(resume_dir)), 0)
+
+
 def newest_whole(resume_dir: Path) -> tuple[SavedState | None, list[str]]:
     """(the newest state that is as it was written, what is wrong with each newer one)."""
     damaged = []

@@ -17,6 +17,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
+from accerl_mp import recovery
 from accerl_mp.config import Config
 from accerl_mp.stats import tags
 from accerl_mp.tools.run_folder import RunFolder
@@ -252,4 +253,7 @@ def test_a_run_that_is_asked_to_end_ends_and_leaves_nothing(start: Callable[...,
     run.process.send_signal(signal.SIGTERM)  # SIGINT may be ignored: a shell starts what it puts in the background that way
     output, _ = run.process.communicate(timeout=90)
     assert run.process.returncode == 0, output
+    state, _ = recovery.newest_whole(run.paths.resume)
+    assert state is not None
+    assert f"stopped on request: {state.step} optimizer steps" in output
     assert not [path for path in Path("/dev/shm").iterdir() if run.paths.run_id in path.name]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from accerl_mp import recovery
 from accerl_mp.launcher.summary import success_lines
 from accerl_mp.launcher.torchrun import torchrun_flags
 from accerl_mp.topology import RunPaths
@@ -358,6 +359,17 @@ def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
     text = "\n".join(success_lines(RunPaths(tmp_path), once))
     assert "0.40 before (step 0); it was not evaluated again" in text
     assert "rounds of all starts 1:01" in text, "a start that went on for a moment: the part is no larger than the whole"
+
+
+def test_the_summary_of_a_run_that_stopped_within_a_round_counts_the_steps_that_it_saved(tmp_path: Path) -> None:
+    """status.json knows whole rounds only."""
+    for name in ("command.txt", "stop"):
+        (tmp_path / name).write_text("bash launch.sh\n")
+    for step in (8, 19):
+        (tmp_path / "resume" / recovery.folder_name(step, step)).mkdir(parents=True)
+    assert "stopped on request: 19 optimizer steps" in success_lines(RunPaths(tmp_path), {"step": 18})[1]
+    assert "stopped on request: 20 optimizer steps" in success_lines(RunPaths(tmp_path), {"step": 20})[1]
+    assert "stopped on request: 19 optimizer steps" in success_lines(RunPaths(tmp_path), {})[1]
 
 
 def test_the_commands_of_the_summary_can_be_typed_where_launch_sh_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

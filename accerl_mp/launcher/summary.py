@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accerl_mp.launcher.sweep import lock, sweep
+from accerl_mp.recovery import newest_step
 from accerl_mp.stats.status_file import read_status
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
@@ -52,14 +53,15 @@ def wait_until_over(paths: RunPaths) -> None:
 
 
 def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
-    """What a finished or stopped run has reached, from status.json."""
+    """What a finished or stopped run has reached, from status.json and, where it stopped within a round, its newest state."""
     wall_s = time.time() - (paths.run_dir / "command.txt").stat().st_mtime
     rounds_s = status.get("training_s", 0.0)
     part = "of which rounds" if rounds_s <= wall_s else "rounds of all starts"
     how = "stopped on request" if paths.stop.exists() else "finished"
+    num_steps = max(status.get("step", 0), newest_step(paths.resume))
     lines = [
         "",
-        f"The run has {how}: {status.get('step', 0)} optimizer steps, {max(0, status.get('version', 0))} weight pushes after the first,"
+        f"The run has {how}: {num_steps} optimizer steps, {max(0, status.get('version', 0))} weight pushes after the first,"
         f" {status.get('episodes', 0):,} episodes",
     ]
     lines += _evaluation(status)
