@@ -2,6 +2,7 @@
 
 import ast
 import os
+import pickle
 import random
 import stat
 import subprocess
@@ -13,13 +14,17 @@ from typing import Any
 
 import msgpack
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 import zmq
 from engine_fixture import InferenceRun, RequestClient, client, engine  # noqa: F401
 from sample_factory import make_group, make_record
 from test_ingest import Run, Trainer, make_run, wait_until  # noqa: F401
 
 from accerl_mp.launcher.torchrun import torchrun_flags
+from accerl_mp.recovery import StateError
 from accerl_mp.trainer.loopback import BoundStore
+from accerl_mp.trainer.state_index import StateReader
 from accerl_mp.transport import channels, codec, sockets
 from accerl_mp.weight_sync import protocol
 from accerl_mp.weight_sync.group import open_store
@@ -39,7 +44,12 @@ def calls_of(module: Path) -> Iterator[tuple[str, ast.Call]]:
 
 
 def test_nothing_unpickles() -> None:
+    """But for the index of a saved state's tensors, of which only names, sizes and places are built."""
     for module in PACKAGE.rglob("*.py"):
+        if module == PACKAGE / "trainer/state_index.py":
+            calls = {name for name, _ in calls_of(module) if "ickl" in name}
+            assert calls == {"_Unpickler(file).load", "_Unpickler", "pickle.UnpicklingError"}
+            continue
         for node in ast.walk(ast.parse(module.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -50,12 +60,61 @@ def test_tensors_are_loaded_as_weights_only_and_arrays_without_objects() -> None
     for module in PACKAGE.rglob("*.py"):
         for name, call in calls_of(module):
             options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+            assert name not in ("dcp.FileSystemReader", "torch.distributed.checkpoint.FileSystemReader"), (
+                f"{module}:{call.lineno} unpickles"
+            )
             if name == "torch.load":
                 assert options.get("weights_only") == "True", f"{module}:{call.lineno}"
             if name == "np.load":
                 assert options.get("allow_pickle") != "True", f"{module}:{call.lineno}"
             assert name not in ("eval", "exec", "os.system"), f"{module}:{call.lineno}"
             assert options.get("shell") != "True", f"{module}:{call.lineno}"
+
+
+class _Runs:
+    """Unpickled, it calls a function."""
+
+    def __init__(self, call: Any, *arguments: Any) -> None:
+        self._reduced = call, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+@pytest.mark.parametrize("call", [os.system, eval, exec, __import__, getattr, torch.load, pickle.loads, os.path.join])
+def test_the_index_of_a_saved_state_runs_nothing(tmp_path: Path, call: Any) -> None:
+    """A state may come from elsewhere."""
+    (tmp_path / ".metadata").write_bytes(pickle.dumps({"size": _Runs(call, f"touch {tmp_path}/ran")}))
+    with pytest.raises(StateError, match="it asks for"):
+        StateReader(tmp_path).read_metadata()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("module", ["torch", "torch.distributed.checkpoint.metadata", "torch.serialization"])
+def test_nor_does_it_reach_another_modules_functions_through_one_that_it_may_name(tmp_path: Path, module: str) -> None:
+    """From protocol 4 on a name may have dots."""
+    code = f"\x8c{chr(len(module))}{module}\x8c\x09os.system\x93\x8c\x05touch\x85R.".encode("latin-1")
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + code)
+    with pytest.raises(StateError, match="it asks for"):
+        StateReader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"no pickle", pickle.dumps([1]), pickle.dumps(torch.float32), bytes(range(256))])
+def test_what_is_no_index_is_said_to_be_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(StateError, match="no index of tensors"):
+        StateReader(tmp_path).read_metadata()
+
+
+def test_an_index_is_read_as_dcp_reads_it(tmp_path: Path) -> None:
+    tensors = {f"{dtype}": torch.zeros(3, 2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool)}
+    dcp.save(tensors | {"scalar": torch.zeros(())}, checkpoint_id=tmp_path, no_dist=True)
+    ours, theirs = StateReader(tmp_path).read_metadata(), dcp.FileSystemReader(tmp_path).read_metadata()
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    filled = {name: torch.ones_like(tensor) for name, tensor in tensors.items()}
+    dcp.load(filled, storage_reader=StateReader(tmp_path), no_dist=True)
+    assert all(torch.equal(filled[name], tensors[name]) for name in tensors)
 
 
 def test_msgpack_gets_no_hooks_that_would_build_objects() -> None:

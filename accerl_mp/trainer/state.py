@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from accerl_mp.models.fsdp import reshard
 from accerl_mp.models.names import named_tensors
 from accerl_mp.recovery import StateError
+from accerl_mp.trainer.state_index import StateReader
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def copied(tensors: dict[str, Tensor], mesh: DeviceMesh) -> dict[str, Tensor]:
 
 def load_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, group: dist.ProcessGroup) -> None:
     """Fill model and optimizer from a saved state of any number of ranks. Collective; StateError if the model is another."""
-    reader = dcp.FileSystemReader(folder)
+    reader = StateReader(folder)
     saved = reader.read_metadata().state_dict_metadata
     for name, parameter in named_tensors(model, trainable_only=False):
         keys = [key.rpartition(".")[2] for key in saved if key.rpartition(".")[0] == f"optimizer.{name}"]
