@@ -122,6 +122,13 @@ OTHERS = (
     ),
     Cell(
         "everything",
+        "killed, newest state and notes damaged",
+        WORK,
+        "`--resume auto` says what it leaves out and goes on from the older state; no episode is lost or trained twice",
+        "test_resume_runs.py::test_a_run_whose_newest_state_and_notes_are_damaged_goes_on_from_the_older_one",
+    ),
+    Cell(
+        "everything",
         "asked to leave",
         WORK,
         "the state is saved, exit code 0, nothing is left",

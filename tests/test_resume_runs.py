@@ -159,6 +159,29 @@ def test_a_run_that_is_killed_whole_goes_on_without_losing_or_repeating_an_episo
 
 
 @pytest.mark.slow
+def test_a_run_whose_newest_state_and_notes_are_damaged_goes_on_from_the_older_one(run: Launched) -> None:
+    run.start()
+    run.wait_for(lambda: len(run.states) == 2)
+    run.kill_everything()
+    newest, older = run.states
+    version = recovery.SavedState.open(older).version
+    for note in (newest / "state.json", run.paths.resume / "start.json", run.paths.run_dir / "status.json"):
+        note.write_text("{}")
+    for note in (run.paths.resume / "current", run.paths.resume / "announced", run.paths.strikes, run.paths.run_dir / "shared.txt"):
+        note.write_bytes(bytes(range(256)))
+    run.start("--resume", "auto")
+    said = run.text
+    assert all(f"{path}" in said for path in (newest, run.paths.resume / "current", run.paths.resume / "announced"))
+    assert said.count("it is left out") >= 3
+    assert run.wait() == 0, run.text
+    assert "Traceback" not in run.text
+    start = recovery.Start.load(run.paths.resume)
+    assert start.state == str(older)
+    assert start.first_version > version
+    check_episodes(run)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_whose_trainer_rank_is_killed_starts_again_by_itself(run: Launched, rank: int) -> None:
     run.start()
