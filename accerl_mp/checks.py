@@ -280,8 +280,9 @@ def _folders(config: Config) -> Iterator[str]:
         )
     yield from cannot_be_made("--log-dir", run_folder)
     if config.metrics.save_checkpoint:
-        yield from cannot_be_made("--checkpoint-dir", Path(config.metrics.checkpoint_dir))
-        yield from export_problems(config)
+        unusable = list(cannot_be_made("--checkpoint-dir", Path(config.metrics.checkpoint_dir)))
+        yield from unusable
+        yield from export_problems(config, name_alone=bool(unusable))
     if config.metrics.checkpoint_every_sync_rounds and not config.metrics.save_checkpoint:
         yield f"--checkpoint-every-sync-rounds {config.metrics.checkpoint_every_sync_rounds} needs --save-checkpoint"
 

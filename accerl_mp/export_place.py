@@ -31,11 +31,16 @@ _USED = (
 )
 
 
-def export_problems(config: Config) -> Iterator[str]:
-    """Of a resolved Config with `--save-checkpoint`: exports that would replace what is no export, or what the run itself needs."""
+def export_problems(config: Config, *, name_alone: bool = False) -> Iterator[str]:
+    """Of a resolved Config with `--save-checkpoint`: exports that would replace what is no export, or what the run itself needs.
+
+    name_alone: --checkpoint-dir cannot be used anyway, so what is in it does not matter
+    """
     name, folder = config.metrics.checkpoint_name, Path(config.metrics.checkpoint_dir or "")
     if name and (problem := _name_problem(name, is_in_run_folder=_real(folder) == _real(config.metrics.log_dir or "."))):
         yield f"--checkpoint-name {name}{problem}"
+        return
+    if name_alone:
         return
     places = {Path(name).name: (f"--checkpoint-name {name}", "name")} if name else {}
     if config.metrics.eval_game_dir:
