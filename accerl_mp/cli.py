@@ -65,12 +65,18 @@ def parse(argv: list[str], *, environ: Mapping[str, str], base: Config | None = 
 
 
 def read(argv: list[str], *, environ: Mapping[str, str], base: Config | None = None) -> tuple[Config, list[str]]:
-    """What `parse` gives where nothing is wrong; else without the flags that are, and what is wrong. ConfigError: unreadable files."""
+    """What `parse` gives where nothing is wrong; else without the flags that are, and what is wrong.
+
+    ConfigError: what is wrong where flags are missing, because files cannot be read or variables are not set: more cannot be said.
+    """
     problems: list[str] = []
-    values, unknown = build_parser(problems).parse_known_args(expand(argv, environ=environ))
+    words, of_files = _expanded(argv, environ)
+    values, unknown = build_parser(problems).parse_known_args(words)
     bad = {problem.split()[0] for problem in problems}
     if unknown:
         problems += [_unknown(word) for word in unknown if word.startswith("-")] or [f"{unknown[0]!r} belongs to no flag"]
+    if of_files:
+        raise ConfigError(of_files + [problem for problem in problems if "$" not in problem])  # it says what the variable lacks
     return (base or Config()).replace(**{name: value for name, value in vars(values).items() if option_of(name) not in bad}), problems
 
 
@@ -88,6 +94,14 @@ def _unknown(word: str) -> str:
 
 def expand(argv: list[str], *, environ: Mapping[str, str]) -> list[str]:
     """Replace every `@file` by the words in it. All missing files and unset variables are reported at once."""
+    words, problems = _expanded(argv, environ)
+    if problems:
+        raise ConfigError(problems)
+    return words
+
+
+def _expanded(argv: list[str], environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """The words, and what is wrong with the files."""
     problems: list[str] = []
     words: list[str] = []
     for word in argv:
@@ -95,9 +109,7 @@ def expand(argv: list[str], *, environ: Mapping[str, str]) -> list[str]:
             words += _read_flags(Path(word[1:]), environ, problems)
         else:
             words.append(word)
-    if problems:
-        raise ConfigError(problems)
-    return words
+    return words, problems
 
 
 def to_argv(config: Config) -> list[str]:

@@ -117,6 +117,18 @@ def test_missing_files_and_unset_variables_are_reported_together(tmp_path: Path)
     assert all(word in str(error.value) for word in ("$MODEL_PATH", "$GAMES", "/no/such"))
 
 
+def test_a_missing_file_hides_no_flag_that_is_wrong(tmp_path: Path) -> None:
+    """But a variable that is not set is said once, not as a value that is no number too."""
+    (tmp_path / "small.args").write_text("--batch-size $SIZE --seed $SEED")
+    words = ["@/no/such", f"@{tmp_path}/small.args", "--max-steps", "abc", "--lerning-rate", "1"]
+    with pytest.raises(ConfigError) as error:
+        parse(words, environ={"SEED": "x"})
+    starts = ["@/no/such: cannot be read", f"@{tmp_path}/small.args: $SIZE is not set", "--seed x:", "--max-steps abc:", "--lerning-rate:"]
+    found = error.value.problems
+    assert [any(problem.startswith(start) for problem in found) for start in starts] == [True] * 5, found
+    assert len(found) == 5, found
+
+
 def test_an_unknown_flag_is_named_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError) as error:
         parse(["--modelpath", "m", "--max-step=3"], environ={})
