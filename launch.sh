@@ -6,6 +6,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 run_dir=""        # set once the run folder exists
 child=""          # pid of what runs now
 stopped_by=""     # INT, TERM or HUP
+set_up_began=""   # $SECONDS when the set-up began
 graceful_s=25     # a run that was asked to end may take this long until torchrun is told
 torchrun_s=45     # torchrun may take this long until it is killed
 
@@ -21,7 +22,7 @@ die() {
 
 usage() {
     cat <<TEXT
-bash launch.sh                     the demo: small games, a small model, about 5 minutes on 2 CPU cores
+bash launch.sh                     the demo: small games, a small model, 3 to 6 minutes on 2 CPU cores after the set-up
 bash launch.sh FLAGS...            train with these flags (a word @FILE stands for the flags in FILE)
 bash launch.sh --setup-only        only set up the environment
 bash launch.sh --versions          print the stack
@@ -109,14 +110,15 @@ locked_set_up() {
 }
 
 install_stack() {
-    local base log=$venv/setup.log started=$SECONDS
+    local base log=$venv/setup.log
+    set_up_began=$SECONDS
     if ! runs_version "$venv/bin/python"; then
         base=$(find_python "$python_version") || die "Python $python_version is needed (the $stack stack was verified on it). Install it: \
 apt-get install python$python_version python$python_version-venv (or: uv python install $python_version, pyenv install $python_version)"
         say "making ${venv#"$root"/} with $("$base" --version)"
         "$base" -m venv --clear "$venv" || die "cannot make $venv"
     fi
-    say "installing the $stack stack into ${venv#"$root"/}: some minutes the first time (log: $log)"
+    say "installing the $stack stack into ${venv#"$root"/}: some minutes the first time (log: ${log#"$root"/})"
     : >"$log"
     quietly "$log" pip install -r "$requirements"
     if [ "$stack" = cpu ]; then
@@ -127,33 +129,41 @@ apt-get install python$python_version python$python_version-venv (or: uv python 
         quietly "$log" pip install --no-build-isolation --no-deps flash-attn==2.8.3.post1
     fi
     printf '%s\n' "$1" >"$venv/.stamp"
-    say "the environment is ready after $((SECONDS - started)) s"
+    say "the environment is ready after $((SECONDS - set_up_began)) s"
 }
 
 runs_version() { "$1" -c "import sys, pip; sys.exit('%d.%d' % sys.version_info[:2] != '$python_version')" >/dev/null 2>&1; }
 
 quietly() {
-    local log=$1
+    local log=$1 size
     shift
+    size=$(stat -c %s "$log")
     "$venv/bin/python" -m "$@" --disable-pip-version-check --no-input --progress-bar off >>"$log" 2>&1 &
-    follow $! "$log"
+    follow $! "$log" "$size"
     wait $! && return
     say "failed: python -m $*; the end of $log:"
     tail -n 20 "$log" >&2
     exit 1
 }
 
-# On a terminal: seconds and the log's last line, until the process has ended.
+# On a terminal: seconds of the whole set-up and what pip does, by its log from byte $3 on, until the process has ended.
 follow() {
-    local pid=$1 log=$2 started=$SECONDS line
+    local pid=$1 log=$2 from=$(($3 + 1)) began=${set_up_began:-$SECONDS} line names="" since
+    since=$(date +%s)
     if [ ! -t 2 ] || [ "${TERM:-dumb}" = dumb ]; then return; fi
     while kill -0 "$pid" 2>/dev/null; do
-        line=$(tail -n 1 "$log" | tr -cd '[:print:]')
-        printf '\r\033[K%4d s  %s' $((SECONDS - started)) "${line:0:$(($(tput cols 2>/dev/null || echo 80) - 10))}" >&2
+        line=$(tail -c "+$from" "$log" | grep -v '^ *WARNING' | tail -n 1 | tr -cd '[:print:]')
+        # After this line pip says nothing for minutes.
+        names=$(tail -c "+$from" "$log" | grep -m 1 '^Installing collected packages: ')
+        if [ -n "$names" ]; then line="installing: $(num_installed "$since") of $(wc -w <<<"${names#*: }") packages"; fi
+        printf '\r\033[K%4d s  %s' $((SECONDS - began)) "${line:0:$(($(tput cols 2>/dev/null || echo 80) - 10))}" >&2
         sleep 0.5
     done
     printf '\r\033[K' >&2
 }
+
+# Packages that came into $venv since the time $1.
+num_installed() { find "$venv"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newermt "@$1" 2>/dev/null | wc -l; }
 
 # --- running ---------------------------------------------------------------------------------------------------------
 
