@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +27,13 @@ class RunPaths:
     @property
     def args(self) -> Path:
         return self.run_dir / "args.json"
+
+    def begun(self) -> float:
+        """`time.time()` when launch.sh made the folder ready for its newest start; now, where it never did (tests, by hand).
+
+        Every clock that is shown counts from here: the status line, `tools.top`, status.json, the summary.
+        """
+        return self.args.stat().st_mtime if self.args.exists() else time.time()
 
     @property
     def tokenizer(self) -> Path:

@@ -16,6 +16,7 @@ import pexpect
 import pytest
 
 from accerl_mp import recovery
+from accerl_mp.launcher.prepare import beginning
 from accerl_mp.launcher.summary import success_lines
 from accerl_mp.launcher.torchrun import torchrun_flags
 from accerl_mp.topology import RunPaths
@@ -60,16 +61,40 @@ def test_a_failing_set_up_shows_the_end_of_pips_log_and_leaves_no_stamp(copy: Pa
 
 
 def test_on_a_terminal_the_set_up_shows_what_pip_does_and_a_pipe_gets_nothing_of_it(copy: Path) -> None:
-    (copy / "pip.log").write_text("Collecting torch\n" + "Downloading a-very-long-name" * 9 + "\n")
-    code = f"sleep 1.5 & follow $! '{copy}/pip.log'; echo done"
+    before = "Of an earlier pip\n"
+    warning = "WARNING: Location 'x' is ignored\n"
+    (copy / "pip.log").write_text(before + "Collecting torch\n" + "Downloading a-very-long-name" * 9 + f"\n{warning}  {warning}")
+    code = f"sleep 1.5 & follow $! '{copy}/pip.log' {len(before)}; echo done"
     assert functions(copy, code) == "done"
-    lines = (copy / "launch.sh").read_text().splitlines()
-    (copy / "functions.sh").write_text("\n".join([*lines[: lines.index('main "$@"')], code]))
-    environment = os.environ | {"TERM": "xterm"}
-    shown = pexpect.run(f"bash '{copy}/functions.sh'", env=environment, encoding="utf-8", dimensions=(20, 60), timeout=30)
+    shown = on_a_terminal(copy, code)
+    assert "WARNING" not in shown
     assert re.search(r" 1 s  Downloading a-very-long-name", shown), shown
     assert max(len(part) for part in re.split(r"[\r\n]|\x1b\[K", shown)) < 60, "one line of the terminal"
     assert shown.endswith("\r\x1b[Kdone\r\n")
+
+
+def test_the_seconds_of_a_set_up_go_on_and_what_pip_installs_is_counted(copy: Path) -> None:
+    """pip itself is silent from its list of packages on, for minutes; and a set-up calls it more than once."""
+    (copy / "pip.log").write_text("Installing collected packages: of, another, pip\nSuccessfully installed\n")
+    site = copy / ".venv/lib/python3.11/site-packages"
+    (site / "old-1.0.dist-info").mkdir(parents=True)
+    os.utime(site / "old-1.0.dist-info", (1, 1))
+    size = (copy / "pip.log").stat().st_size
+    pip = "echo 'Installing collected packages: a, b'; echo '  Attempting uninstall: a'; sleep 1.2; mkdir a-1.dist-info; sleep 1.2"
+    log = f"'{copy}/pip.log'"
+    code = f"venv='{copy}/.venv'; set_up_began=$((SECONDS - 100)); (cd '{site}'; {pip}) >>{log} & follow $! {log} {size}"
+    shown = on_a_terminal(copy, code)
+    assert re.search(r"10\d s  installing: 0 of 2 packages", shown), shown
+    assert re.search(r"10\d s  installing: 1 of 2 packages", shown), shown
+    assert "uninstall" not in shown
+
+
+def on_a_terminal(root: Path, code: str) -> str:
+    """What a terminal of 60 columns gets from `code` after the script's functions are defined."""
+    lines = (root / "launch.sh").read_text().splitlines()
+    (root / "functions.sh").write_text("\n".join([*lines[: lines.index('main "$@"')], code]))
+    environment = os.environ | {"TERM": "xterm"}
+    return pexpect.run(f"bash '{root}/functions.sh'", env=environment, encoding="utf-8", dimensions=(20, 60), timeout=30)
 
 
 def functions(root: Path, code: str, *words: str) -> str:
@@ -292,6 +317,19 @@ def test_prepare_writes_the_run_folder(tmp_path: Path, model_and_games: list[str
     meta = json.loads((run_dir / "tokenizer/meta.json").read_text())
     assert meta["eos_token"] == "<|im_end|>"
     assert (run_dir / "tokenizer/tokenizer.json").exists()
+    said = done.stderr.splitlines()
+    assert (said[0], said[-1]) == ("launch.sh: looks at the model and the games", "launch.sh: starting the run in a run")
+
+
+def test_a_start_that_goes_on_says_from_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths, name = RunPaths(tmp_path / "runs/x"), "step-000005-version-000006"
+    for folder, shown in ((paths.resume / name, f"resume/{name}"), (tmp_path / "other" / name, f"{tmp_path}/other/{name}")):
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"format": recovery.FORMAT, "step": 5, "version": 6, "trainer": {"round": 4}}))
+        lines = beginning(recovery.Start(state=str(folder)), paths)
+        assert lines == [f"goes on from step 5, round 4 ({shown})", "starting the run in runs/x"]
+    assert beginning(recovery.Start(), RunPaths(Path("/elsewhere/y"))) == ["starting the run in /elsewhere/y"]
 
 
 def test_prepare_reports_all_problems_at_once_and_touches_nothing(tmp_path: Path, model_and_games: list[str]) -> None:
@@ -347,7 +385,7 @@ def test_torchrun_uses_one_machine_and_a_free_port() -> None:
 
 
 def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
-    (tmp_path / "command.txt").touch()
+    (tmp_path / "args.json").touch()
     evaluations = {"eval_first": {"step": 0, "win_rate": 0.4}, "eval_last": {"step": 40, "win_rate": 0.925}}
     text = "\n".join(success_lines(RunPaths(tmp_path), {"step": 40, "version": 41, "episodes": 1234, "training_s": 61.0, **evaluations}))
     assert "finished: 40 optimizer steps" in text
@@ -358,7 +396,11 @@ def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
     once = {"step": 5, "training_s": 61.0, "eval_first": evaluations["eval_first"], "eval_last": evaluations["eval_first"]}
     text = "\n".join(success_lines(RunPaths(tmp_path), once))
     assert "0.40 before (step 0); it was not evaluated again" in text
-    assert "rounds of all starts 1:01" in text, "a start that went on for a moment: the part is no larger than the whole"
+    again = {"step": 5, "training_s": 61.0, "start_training_s": 4.0}
+    text = "\n".join(success_lines(RunPaths(tmp_path), again))
+    assert ", of which rounds 0:04 (of all starts 1:01)\n" in text, "a start that went on: the part is no larger than the whole"
+    text = "\n".join(success_lines(RunPaths(tmp_path), again | {"begun": 1.0}))
+    assert ", of which rounds 0:00 (of all starts 1:01)\n" in text, "it ended before its first round"
 
 
 def test_the_summary_of_a_run_that_stopped_within_a_round_counts_the_steps_that_it_saved(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def _prepare(words: list[str]) -> Config:
     paths = RunPaths(Path(config.metrics.log_dir or ""))
     problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes(), typed=typed)
     problems += _log_level(config) + _env(config)
+    if not unread + problems:
+        print("launch.sh: looks at the model and the games", file=sys.stderr)  # the next line may take some seconds
     plan = None if problems else _memory_plan(config)
     problems += plan.problems() if plan else []
     with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:
@@ -96,7 +98,22 @@ def _prepare(words: list[str]) -> Config:
         _make_run_folder(paths, config, words, start)
         shutil.rmtree(paths.tokenizer, ignore_errors=True)
         shutil.copytree(folder, paths.tokenizer)
+    print("\n".join(f"launch.sh: {line}" for line in beginning(start, paths)), file=sys.stderr)
     return config
+
+
+def beginning(start: Start, paths: RunPaths) -> list[str]:
+    """What begins now, and from what: the processes themselves are silent until Python and torch are up."""
+    lines = [f"starting the run in {_short(paths.run_dir, Path.cwd())}"]
+    if state := start.saved:
+        done = f"step {state.step}, round {state.content.get('trainer', {}).get('round', 0)}"
+        lines.insert(0, f"goes on from {done} ({_short(state.folder, paths.run_dir)})")
+    return lines
+
+
+def _short(path: Path, folder: Path) -> Path:
+    """As seen from `folder`, where it lies below."""
+    return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
 def _absolute(config: Config) -> Config:

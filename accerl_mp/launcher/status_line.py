@@ -18,11 +18,12 @@ _BAR_CELLS = 12
 class StatusLine:
     """Draws at most twice a second, and not while a debugger has the terminal."""
 
-    def __init__(self, table: HealthTable, board: Board) -> None:
+    def __init__(self, table: HealthTable, board: Board, *, begun: float | None = None) -> None:
+        """begun: `time.time()` from which it counts (`RunPaths.begun`); None: now."""
         self._table, self._board = table, board
         self._is_terminal = log.terminal_can_rewrite()
         self._next = 0.0
-        self._started = time.monotonic()
+        self._started = time.monotonic() - (time.time() - begun if begun else 0.0)
 
     def show(self) -> None:
         now = time.monotonic()

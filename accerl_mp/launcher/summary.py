@@ -54,9 +54,11 @@ def wait_until_over(paths: RunPaths) -> None:
 
 def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     """What a finished or stopped run has reached, from status.json and, where it stopped within a round, its newest state."""
-    wall_s = time.time() - (paths.run_dir / "command.txt").stat().st_mtime
-    rounds_s = status.get("training_s", 0.0)
-    part = "of which rounds" if rounds_s <= wall_s else "rounds of all starts"
+    wall_s = time.time() - paths.begun()
+    all_s = status.get("training_s", 0.0)
+    is_of_this_start = status.get("begun", paths.begun()) == paths.begun()  # else it ended before its stats process had begun
+    rounds_s = status.get("start_training_s", all_s) if is_of_this_start else 0.0
+    before = f" (of all starts {_minutes(all_s)})" if all_s > rounds_s else ""
     how = "stopped on request" if paths.stop.exists() else "finished"
     num_steps = max(status.get("step", 0), newest_step(paths.resume))
     lines = [
@@ -67,7 +69,7 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     lines += _evaluation(status)
     return [
         *lines,
-        f"  wall time           {_minutes(wall_s)}, {part} {_minutes(rounds_s)}",
+        f"  wall time           {_minutes(wall_s)}, of which rounds {_minutes(rounds_s)}{before}",
         f"  run folder          {paths.run_dir}",
         f"  report              {report_command(paths.run_dir)}",
         f"  TensorBoard         {tensorboard_command(paths.run_dir)}",

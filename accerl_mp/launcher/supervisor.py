@@ -137,7 +137,7 @@ class Supervisor:
         self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
         self._health = Health("supervisor/0", table=self._table, board=self._board)
         self._health.enter()
-        self._status_line = StatusLine(self._table, self._board)
+        self._status_line = StatusLine(self._table, self._board, begun=self._paths.begun())
         self._watchdog = Watchdog(self._table, self._config, note)
         _log.info("starts %s", ", ".join(f"{role.count} {role.name}" for role in reversed(self._roles)))
         for child in reversed(self._children):

@@ -1,6 +1,8 @@
 """What status.json says: how the run stands now, for `launcher/summary.py`, `tools.top` and whoever looks in.
 
-The document survives restarts of the stats process and of the run: the first evaluation and the start time stay.
+The document survives restarts of the stats process and of the run: the first evaluation and the start time stay. `started` is the
+run's first start, `training_s` the rounds of all starts; `wall_s` and `start_training_s` are of the newest start alone, from `begun`
+on, as every clock is (`RunPaths.begun`).
 """
 
 import time
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from accerl_mp.stats.status_file import read_status, write_status
+from accerl_mp.topology import RunPaths
 
 _HEADLINES = {
     "win_rate": "TextWorld/WinRate",
@@ -41,17 +44,20 @@ class Status:
     """The document of one run, and its file.
 
     Example (some fields; a field without a value yet is missing):
-        {"step": 24, "version": 12, "round": 12, "time": 1790000000.0, "started": 1789999000.0, "wall_s": 1000.0,
-         "training_s": 610.0, "has_ended": false, "episodes": 4096, "win_rate": 0.61, "window_episodes": 1000,
+        {"step": 24, "version": 12, "round": 12, "time": 1790000000.0, "started": 1789999000.0, "begun": 1789999000.0,
+         "wall_s": 1000.0, "training_s": 610.0, "start_training_s": 610.0, "has_ended": false,
+         "episodes": 4096, "win_rate": 0.61, "window_episodes": 1000,
          "throughput": {"samples_per_s": 12.3, ...}, "shares": {"trainer": {"wait": 0.61, ...}, ...},
          "bottleneck": "generation-bound: ...", "eval_first": {"step": 0, "version": 0, "time": ..., "win_rate": 0.4, ...},
          "eval_last": {...}, "eval_best": {...}, "restarts": 0}
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
+        self._run_dir, begun = run_dir, RunPaths(run_dir).begun()
         self._fields: dict[str, Any] = {"step": 0, "version": -1, "round": 0, "started": time.time(), "training_s": 0.0, "episodes": 0}
         self._fields |= read_status(run_dir)
+        if self._fields.get("begun") != begun:  # else the stats process was started again
+            self._fields |= {"begun": begun, "start_training_s": 0.0}
         self._fields["has_ended"] = False
 
     @property
@@ -75,7 +81,8 @@ class Status:
         """What a round gave. A tag that was not measured in it keeps its last value."""
         fields = self._fields
         fields |= {"round": number, "step": step, "version": version, "bottleneck": sentence}
-        fields["training_s"] = round(fields["training_s"] + round_s, 3)
+        for name in ("training_s", "start_training_s"):
+            fields[name] = round(fields[name] + round_s, 3)
         fields |= _pick(_HEADLINES, values)
         fields["throughput"] = fields.get("throughput", {}) | _pick(_THROUGHPUT, values)
         fields["shares"] = _shares(values)
@@ -92,7 +99,7 @@ class Status:
 
     def save(self, *, has_ended: bool = False) -> None:
         now = time.time()
-        self._fields |= {"time": round(now, 3), "wall_s": round(now - self._fields["started"], 3), "has_ended": has_ended}
+        self._fields |= {"time": round(now, 3), "wall_s": round(now - self._fields["begun"], 3), "has_ended": has_ended}
         write_status(self._run_dir, self._fields)
 
 
