@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,12 @@ from accerl_mp.config import Config
 from accerl_mp.tools import top
 from accerl_mp.tools.live import Live, ProcessView, look
 from accerl_mp.tools.run_folder import NoRunError, RunFolder, find_run
+from accerl_mp.tools.top import read_frame
 from accerl_mp.tools.top_screen import Frame, Screen, bar, duration, fold, sparkline
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
-from accerl_mp.transport.health import STATES, HealthTable
+from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.health import FAILURE_FILE, STATES, HealthTable
 from accerl_mp.transport.ring import SharedRing
 
 STATUS = {
@@ -146,6 +149,58 @@ def test_the_newest_run_of_a_folder_is_taken(tmp_path: Path) -> None:
         find_run(tmp_path / "nothing")
 
 
+def test_before_any_run_it_says_what_starts_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # without the folder of runs, and while it is still empty
+        with pytest.raises(NoRunError, match=r"no run in runs/TextWorld_FSDP yet: bash launch\.sh starts one"):
+            find_run(None)
+        (tmp_path / "runs/TextWorld_FSDP").mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def a_launcher(folder: Path) -> Iterator[None]:
+    """A process with the command of the one that launch.sh starts ranks with."""
+    code = "import sys; print('up', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, "-m", "accerl_mp.launcher.torchrun", "--run-dir", str(folder), "--nproc-per-node", "2"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def test_a_run_whose_supervisor_comes_next_is_starting(tmp_path: Path) -> None:
+    """Also one that goes on in a folder in which a run has failed before; not one whose launcher has gone."""
+    run = RunFolder(tmp_path)
+    Config.from_flat({"placement": "cpu"}).save(run.paths.args)
+    assert "not running" in lines_of(read_frame(run))[0]
+    with a_launcher(tmp_path):
+        assert "starting 0:0" in lines_of(read_frame(run))[0]
+        assert any("its processes come next" in line for line in lines_of(read_frame(run)))
+        PeerLost("trainer/0", 1, "a log", "it broke").save(tmp_path / FAILURE_FILE)
+        assert "failed" in lines_of(read_frame(run))[0]
+        os.utime(tmp_path / FAILURE_FILE, (1, 1))
+        text = "\n".join(lines_of(read_frame(run)))
+        assert ("starting" in text, "it broke" in text) == (True, False)
+        run.paths.ended.touch()
+        assert "starting" not in lines_of(read_frame(run))[0]
+        run.paths.ended.unlink()
+        run.paths.stop.touch()
+        assert "stopped" in lines_of(read_frame(run))[0]
+        run.paths.stop.unlink()
+    with a_launcher(tmp_path / "another"):
+        assert "starting" not in lines_of(read_frame(run))[0]
+
+
+def test_the_clock_counts_from_the_start_that_runs(paths: RunPaths) -> None:
+    """As launch.sh's line does: not from the run's first start, hours ago, nor from when its stats process was up."""
+    (paths.run_dir / "status.json").write_text(json.dumps(STATUS | {"started": time.time() - 7200, "wall_s": 3600.0}))
+    os.utime(paths.args, (time.time() - 125,) * 2)
+    assert re.search(r"running 2:[01]\d ", lines_of(read_frame(RunFolder(paths.run_dir)))[0])
+
+
 def test_restarts_are_those_of_the_supervisors_log(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "supervisor-0.log").write_text(
@@ -171,6 +226,16 @@ def test_a_frame_says_what_the_run_does() -> None:
     ]
     for part in expected:
         assert part in text, part
+
+
+def test_a_process_that_has_not_entered_itself_yet_is_starting() -> None:
+    late = [process(name, state="none") for name in ("inference/0", "rollout/0", "rollout/1", "rollout/2", "rollout/3")]
+    for height, folded in ((24, "rollout/0"), (7, "rollout/0-3")):
+        lines = lines_of(frame([process("supervisor/0"), *late], status={}), 80, height)
+        for name in ("inference/0", folded):
+            assert [line.split()[1] for line in lines if line.split()[:1] == [name]] == ["starting"], lines
+    over = lines_of(frame([process("supervisor/0", state="dead"), process("inference/0", state="none")]))
+    assert [line.split()[1] for line in over if line.startswith("inference/0")] == ["-"]
 
 
 def test_a_finished_run_shows_how_it_ended() -> None:

@@ -1,7 +1,9 @@
 """What a running run shows in shared memory: processes, board words, rings. Read only, and over as soon as the run is."""
 
+import os
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import WORDS, Board
@@ -55,6 +57,8 @@ class Live:
     rings: list[RingOfRank] = field(default_factory=list)
     holder: str = ""
     """The process whose debugger has the terminal: all deadlines stand still."""
+    is_launched: bool = False
+    """launch.sh's torchrun lives: without a supervisor yet, the run starts (again)."""
 
     @property
     def is_running(self) -> bool:
@@ -69,8 +73,22 @@ def look(paths: RunPaths) -> Live:
         with closing(Board.attach(paths.board)) as board:
             words = {name: board.get(name) for name in WORDS}
     except (FileNotFoundError, ValueError):  # ValueError: a file that is empty, or of another version
-        return Live()
-    return Live(processes, words, _rings(paths), holder)
+        return Live(is_launched=is_launched(paths))
+    live = Live(processes, words, _rings(paths), holder)
+    return live if live.is_running else replace(live, is_launched=is_launched(paths))
+
+
+def is_launched(paths: RunPaths) -> bool:
+    """Whether the process that starts the run's ranks lives, by the words of its command."""
+    folder = os.fsencode(paths.run_dir.resolve())
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile, or is another user's
+            continue
+        if b"accerl_mp.launcher.torchrun" in words and folder in words:
+            return True
+    return False
 
 
 def _processes(paths: RunPaths) -> tuple[list[ProcessView], str]:

@@ -25,6 +25,8 @@ def find_run(folder: Path | None) -> Path:
     if _is_run(where):
         return where
     runs = [path for path in where.iterdir() if _is_run(path)] if where.is_dir() else []
+    if not runs and folder is None:
+        raise NoRunError(f"there is no run in {where} yet: bash launch.sh starts one; or give a run folder")
     if not runs:
         raise NoRunError(f"{where}: {'holds no run (no args.json)' if where.is_dir() else 'is no folder'}; give a run folder")
     return max(runs, key=lambda path: (path / "args.json").stat().st_mtime)
@@ -59,20 +61,16 @@ class RunFolder:
         """status.json (`stats/status.py`)."""
         return _json(self.run_dir / "status.json") or {}
 
-    def started(self) -> float:
-        """`time.time()` when the folder was made ready."""
-        return self.paths.args.stat().st_mtime
-
     def versions(self) -> Row:
         return _json(self.run_dir / "versions.json") or {}
 
     def command(self) -> str:
         return _text(self.run_dir / "command.txt").strip()
 
-    def failure(self) -> str:
-        """Why the run failed; empty if it has not."""
+    def failure(self, *, since: float = 0.0) -> str:
+        """Why the run failed; empty if it has not, or before `since` (`time.time()`)."""
         file = self.run_dir / FAILURE_FILE
-        return str(PeerLost.load(file)) if file.exists() else ""
+        return str(PeerLost.load(file)) if file.exists() and file.stat().st_mtime >= since else ""
 
     def metrics(self) -> list[Row]:
         """Every line of metrics.jsonl so far, in the order written. A last line without its end is left for the next call."""

@@ -32,8 +32,8 @@ SHOWN = ("TextWorld/WinRate", "Train/TokensPerSec", "Infer/TokensPerSec", "Infer
 def read_frame(run: RunFolder, *, is_interactive: bool = False) -> Frame:
     """How the run stands now."""
     live, status = look(run.paths), run.status()
-    if live.is_running:
-        status |= {"wall_s": time.time() - status.get("started", run.started())}
+    if live.is_running or live.is_launched:
+        status |= {"wall_s": time.time() - run.paths.begun()}
     run.metrics()
     return Frame(
         run_dir=str(run.run_dir),
@@ -41,8 +41,9 @@ def read_frame(run: RunFolder, *, is_interactive: bool = False) -> Frame:
         status=status,
         flags=run.flags(),
         series={tag: [value for _, value in run.series(tag)] for tag in SHOWN},
-        failure="" if live.is_running else run.failure(),
+        failure="" if live.is_running else run.failure(since=run.paths.begun() if live.is_launched else 0.0),
         is_stopped=run.paths.stop.exists(),
+        has_ended=run.paths.ended.exists(),
         is_interactive=is_interactive,
     )
 

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -38,7 +38,14 @@ class Frame:
     failure: str = ""
     is_stopped: bool = False
     """Somebody has asked it to end."""
+    has_ended: bool = False
+    """Its newest start has ended in order."""
     is_interactive: bool = False
+
+    @property
+    def is_starting(self) -> bool:
+        """There is no supervisor yet, but somebody who is about to make one."""
+        return self.live.is_launched and not (self.live.is_running or self.failure or self.is_stopped or self.has_ended)
 
     @property
     def step(self) -> int:
@@ -137,6 +144,8 @@ def _run_state(frame: Frame) -> tuple[str, str]:
         return f"held by pdb in {frame.live.holder}", "bold yellow"
     if frame.live.is_running:
         return "running", "bold green"
+    if frame.is_starting:
+        return "starting", "bold yellow"
     if frame.failure:
         return "failed", "bold red"
     if frame.is_stopped:
@@ -251,10 +260,12 @@ def _shares(shares: Mapping[str, float], can_draw: bool) -> Text:
 def _process_lines(frame: Frame, room: int | None) -> list[RenderableType]:
     """The table of processes in `room` lines (None: as many as it takes)."""
     if not frame.live.processes:
-        return [Text("no process of the run lives" if frame.status else "nothing measured yet", style="dim")]
-    rows = [(process.name, process) for process in frame.live.processes]
+        said = "its processes come next" if frame.is_starting else "no process of the run lives"
+        return [Text(said, style="dim")]
+    processes = [_not_yet_begun(process, frame) for process in frame.live.processes]
+    rows = [(process.name, process) for process in processes]
     if room is not None and len(rows) + 1 > room:
-        rows = fold(frame.live.processes)
+        rows = fold(processes)
     num_shown = len(rows) if room is None or len(rows) + 1 <= room else max(1, room - 2)
     table = Table(box=None, expand=True, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name, options in (
@@ -269,6 +280,11 @@ def _process_lines(frame: Frame, room: int | None) -> list[RenderableType]:
         table.add_row(name, *_cells(process))
     more = [Text(f"and {len(rows) - num_shown} more", style="dim")] if num_shown < len(rows) else []
     return [Group(table, *more)]
+
+
+def _not_yet_begun(process: ProcessView, frame: Frame) -> ProcessView:
+    """A process of a running run enters itself into the table once Python is up, which takes seconds under load."""
+    return replace(process, state="starting") if process.state == "none" and frame.live.is_running else process
 
 
 def _cells(process: ProcessView) -> list[Text]:
