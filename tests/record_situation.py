@@ -14,13 +14,15 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "situations"
 FLAGS = ("placement", "synchronous", "max_policy_lag")
 """What the sentence depends on beside the round's values."""
+TAGS = ("Replay/FillRatio", "Run/FreeCores")
+"""What it reads beside `Time/`."""
 
 
 def main(name: str, run_dir: Path, num_last: int) -> None:
     flags = json.loads((run_dir / "args.json").read_text())
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "Time/trainer/compute" in row][1:][-num_last:]
-    kept = [{tag: value for tag, value in row.items() if tag.startswith("Time/") or tag == "Replay/FillRatio"} for row in rows]
+    kept = [{tag: value for tag, value in row.items() if tag.startswith("Time/") or tag in TAGS} for row in rows]
     content = {
         "command": re.sub(r" /\S*/", " ", (run_dir / "command.txt").read_text().strip()),
         "flags": {flag: flags[flag] for flag in FLAGS},

@@ -1,8 +1,10 @@
 """The stats process: reductions against hand-computed values, files read back, the sentence about the bottleneck."""
 
 import ast
+import itertools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -19,7 +21,7 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 
 from accerl_mp.config import Config
 from accerl_mp.stats import events, tags
-from accerl_mp.stats.bottleneck import Situation, bottleneck, situation
+from accerl_mp.stats.bottleneck import NUM_ROUNDS, Doctor, Situation, bottleneck, situation
 from accerl_mp.stats.collector import SETTLE_S, Collector
 from accerl_mp.stats.status import Status
 from accerl_mp.stats.status_file import read_status
@@ -530,7 +532,7 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
         ),
         (
             Situation(trainer_wait=0.5, rollout_reply=0.2, rollout_own=0.72),
-            "env-bound: trainer waited 50 %, games took 72 %; raise --num-rollout-workers",
+            "env-bound: trainer waited 50 %, games and prompts 72 %; raise --num-rollout-workers",
         ),
         (
             Situation(trainer_wait=0.3, trainer_push=0.41, rollout_reply=0.6),
@@ -538,11 +540,11 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
         ),
         (
             Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66),
-            "admission-bound: trainer waited 40 %, rollouts 66 %; raise --max-policy-lag",
+            "admission-bound: trainer waited 40 %, rollouts idle 66 %; raise --max-policy-lag",
         ),
         (
             Situation(trainer_wait=0.4, rollout_reply=0.3, rollout_work=0.66, has_lag_limit=False, ring_fill=0.9),
-            "admission-bound: trainer waited 40 %, rollouts 66 %; raise --replay-capacity",
+            "admission-bound: trainer waited 40 %, rollouts idle 66 %; raise --replay-capacity",
         ),
         (
             Situation(trainer_wait=0.72, rollout_reply=0.43, rollout_work=0.51, has_lag_limit=False, ring_fill=0.18),
@@ -550,7 +552,7 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
         ),
         (
             Situation(trainer_wait=0.67, rollout_reply=0.2, rollout_own=0.49, rollout_work=0.24),
-            "env-bound: trainer waited 67 %, games took 49 %; raise --num-rollout-workers",
+            "env-bound: trainer waited 67 %, games and prompts 49 %; raise --num-rollout-workers",
         ),
         (
             Situation(trainer_wait=0.4),
@@ -564,6 +566,26 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
             Situation(trainer_wait=0.7, rollout_reply=0.6, is_synchronous=True),
             "synchronous: trainer waited 70 %; leave out --synchronous to generate meanwhile",
         ),
+        (
+            Situation(trainer_wait=0.01, rollout_work=0.6, placement="cpu", free_cores=0.1),
+            "CPU-bound: no core free, trainer computed 99 %; a GPU (--placement) or more cores help",
+        ),
+        (
+            Situation(trainer_wait=0.6, rollout_own=0.7, placement="cpu", free_cores=0.1),
+            "CPU-bound: no core free, trainer computed 40 %; a GPU (--placement) or more cores help",
+        ),
+        (
+            Situation(trainer_wait=0.6, rollout_own=0.7, free_cores=0.1),
+            "CPU-bound: no core free, trainer waited 60 %; more cores or --max-sample-reuse help",
+        ),
+        (
+            Situation(trainer_wait=0.01, rollout_own=0.7, free_cores=0.1),
+            "trainer-bound: trainer computed 99 %; raise --fsdp-world-size",
+        ),
+        (
+            Situation(trainer_push=0.6, placement="cpu", free_cores=0.1),
+            "sync-bound: pushes took 60 % of the time; raise --sync-every-optimizer-steps",
+        ),
     ],
 )
 def test_the_sentence_names_what_bounds_the_run_and_the_flag(now: Situation, expected: str) -> None:
@@ -571,17 +593,71 @@ def test_the_sentence_names_what_bounds_the_run_and_the_flag(now: Situation, exp
     assert len(expected) < 88, "a line of a terminal"
 
 
-def test_every_flag_that_a_sentence_names_exists() -> None:
-    shares = [0.0, 0.3, 0.6, 0.9, 1.0]
+@pytest.mark.parametrize("placement", ["cpu", "colocated", "dedicated"])
+@pytest.mark.parametrize("free_cores", [0.0, 0.6])
+def test_every_flag_that_a_sentence_names_exists_and_none_starts_processes_on_a_full_cpu(placement: str, free_cores: float) -> None:
     flags = set(Config().to_flat())
-    for placement in ("cpu", "colocated", "dedicated"):
-        for wait in shares:
-            for work in shares:
-                now = Situation(trainer_wait=wait, trainer_push=1.0 - wait, rollout_own=work, rollout_work=1.0 - work, placement=placement)
-                named = [word.strip(",;") for word in bottleneck(now).split() if word.startswith("--")]
-                assert named
-                assert len(bottleneck(now)) < 88, "a line of a terminal"
-                assert all(word[2:].replace("-", "_") in flags for word in named), named
+    shares = [0.0, 0.3, 0.6, 0.9, 1.0]
+    for wait, push, work in itertools.product(shares, shares, shares):
+        own = {"rollout_own": work, "rollout_work": 1.0 - work, "placement": placement, "free_cores": free_cores}
+        now = Situation(trainer_wait=wait, trainer_push=min(push, 1.0 - wait), **own)
+        named = [word.strip(",;()") for word in bottleneck(now).split() if word.lstrip("(").startswith("--")]
+        assert named
+        assert len(bottleneck(now)) < 88, "a line of a terminal"
+        assert all(word[2:].replace("-", "_") in flags for word in named), named
+        if not free_cores:
+            assert "--num-rollout-workers" not in named, now
+            assert placement != "cpu" or "--fsdp-world-size" not in named, now
+
+
+def test_a_sentence_stands_for_the_newest_rounds() -> None:
+    """A mean: of the rounds in which a role said anything, and none of them counts for ever."""
+    doctor = Doctor(Config.from_flat({"placement": "dedicated"}))
+    waited = {"Time/trainer/wait": 0.8, "Time/rollout/reply": 0.9}
+    assert doctor.say(waited).startswith("generation-bound: trainer waited 80 %")
+    assert doctor.say({"Time/trainer/wait": 0.0}).startswith("generation-bound: trainer waited 40 %"), "rollouts said nothing"
+    assert doctor.say({"Train/Loss": 1.0}).startswith("the trainer has not said")
+    env = {"Time/trainer/wait": 0.8, "Time/rollout/env": 1.0}
+    assert doctor.say(env).startswith("env-bound: trainer waited 53 %, games and prompts 50 %"), "in its round nobody waited for a reply"
+    for _ in range(NUM_ROUNDS):
+        last = doctor.say({"Time/trainer/wait": 0.0, "Time/trainer/compute": 1.0})
+    assert last == "trainer-bound: trainer computed 100 %; raise --fsdp-world-size"
+
+
+def test_a_round_has_the_cores_that_were_free_in_it(tmp_path: Path) -> None:
+    """Not what was free while vLLM started."""
+    free = iter([1.9, 0.2, None])
+    lines: list[str] = []
+    config, files = Config.from_flat({"placement": "cpu"}), MetricFiles(tmp_path)
+    collector = Collector(config, files, Status(tmp_path), say=lines.append, free_cores=lambda: next(free))
+    collector.start_clock(0.0)
+    for step in (1, 2):
+        collector.take(values(values={"Time/trainer/wait": (0.0, 1, 0.0)}), 10.0 * step)
+        collector.take(round_record(step, step), 10.0 * step)
+        collector.close_due(10.0 * step + 1)
+    files.close()
+    assert [line.get("Run/FreeCores") for line in lines_of(tmp_path)] == [0.2, None]
+    assert all("CPU-bound: no core free" in line for line in lines)
+
+
+def test_time_of_this_start_and_of_all(tmp_path: Path) -> None:
+    """A stats process that is started again goes on in its start; a run that goes on begins another."""
+
+    def a_round(seconds: float) -> dict[str, Any]:
+        status = Status(tmp_path)
+        status.close_round(number=1, step=1, version=1, round_s=seconds, values={}, sentence="")
+        status.save()
+        return read_status(tmp_path)
+
+    args = RunPaths(tmp_path).args
+    args.touch()
+    os.utime(args, (time.time() - 1000,) * 2)
+    assert (a_round(5.0)["start_training_s"], a_round(2.0)["start_training_s"]) == (5.0, 7.0)
+    assert 999 < read_status(tmp_path)["wall_s"] < 1100
+    args.touch()
+    status = a_round(3.0)
+    assert (status["start_training_s"], status["training_s"]) == (3.0, 10.0)
+    assert status["wall_s"] < 100
 
 
 def test_a_situation_comes_from_the_rounds_values() -> None:

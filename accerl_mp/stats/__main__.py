@@ -10,6 +10,7 @@ import time
 
 from accerl_mp import log
 from accerl_mp.stats.collector import Collector
+from accerl_mp.stats.cpu import CpuMeter
 from accerl_mp.stats.status import Status
 from accerl_mp.stats.writer import MetricFiles
 from accerl_mp.transport.channels import MetricsReceiver
@@ -32,6 +33,7 @@ def main(process: Process) -> None:
         status,
         say=log.terminal_line,
         num_restarts=lambda: sum(row.num_restarts for row in table.snapshot()),
+        free_cores=CpuMeter().free_cores,
     )
     receiver = MetricsReceiver(process.paths)
     process.health.set_state("running")

@@ -1,15 +1,26 @@
 """One sentence a round: what bounds the run, by measured waiting, and the flag to change."""
 
-from collections.abc import Mapping
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from accerl_mp.config import Config
+
+FREE_CORES = "Run/FreeCores"
+FILL = "Replay/FillRatio"
 
 IS_MUCH = 0.25
 """Share of the trainer's time from which waiting or pushing is worth a word."""
 
 IS_FULL = 0.5
 """Fill of the rings from which they may have no room for one more group."""
+
+NO_CORE_IS_FREE = 0.5
+"""Idle cores below which one more busy process would only take time from the others."""
+
+NUM_ROUNDS = 4
+"""A sentence stands for the mean of so many rounds: in a single one the trainer happens to wait or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +44,8 @@ class Situation:
     has_lag_limit: bool = True
     ring_fill: float = 0.0
     """Of the trainer's rings, 0 to 1."""
+    free_cores: float = math.inf
+    """Of those that the run may use, what nobody used."""
 
 
 def situation(values: Mapping[str, float], config: Config) -> Situation:
@@ -47,23 +60,47 @@ def situation(values: Mapping[str, float], config: Config) -> Situation:
         placement=config.run.placement,
         is_synchronous=config.run.synchronous,
         has_lag_limit=config.replay.max_policy_lag > 0,
-        ring_fill=values.get("Replay/FillRatio", 0.0),
+        ring_fill=values.get(FILL, 0.0),
+        free_cores=values.get(FREE_CORES, math.inf),
     )
 
 
-def sentence(values: Mapping[str, float], config: Config) -> str:
-    """For a round's values."""
-    if "Time/trainer/wait" not in values:
-        return "the trainer has not said how long it waited"
-    return bottleneck(situation(values, config))
+class Doctor:
+    """The sentence of each round of a run, in their order."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._newest: deque[Mapping[str, float]] = deque(maxlen=NUM_ROUNDS)
+
+    def say(self, values: Mapping[str, float]) -> str:
+        """For the round with these values and those before it."""
+        if "Time/trainer/wait" not in values:
+            return "the trainer has not said how long it waited"
+        self._newest.append(values)
+        return bottleneck(situation(_means(self._newest), self._config))
+
+
+def _means(rounds: Collection[Mapping[str, float]]) -> dict[str, float]:
+    """Of the tags of a situation over the rounds that have them; a phase counts 0 in a round in which its role named others only."""
+    means: dict[str, float] = {}
+    for tag in {tag for values in rounds for tag in values if tag.startswith("Time/") or tag in (FILL, FREE_CORES)}:
+        role = tag.rpartition("/")[0] + "/" if tag.startswith("Time/") else tag
+        said = [values.get(tag, 0.0) for values in rounds if any(other.startswith(role) for other in values)]
+        means[tag] = sum(said) / len(said)
+    return means
 
 
 def bottleneck(now: Situation) -> str:
-    """The sentence. Pushing first: a trainer that pushes all the time also makes rollouts wait."""
+    """The sentence. Pushing first: a trainer that pushes all the time also makes rollouts wait.
+
+    A full CPU comes before what more processes would mend: they would take from each other what the one has too little of.
+    """
     if now.trainer_other >= max(IS_MUCH, now.trainer_wait, now.trainer_push):
         return f"neither: evaluation and exports took {_percent(now.trainer_other)}; lower --eval-episodes-per-game"
     if now.trainer_push >= max(IS_MUCH, now.trainer_wait):
         return f"sync-bound: pushes took {_percent(now.trainer_push)} of the time; raise --sync-every-optimizer-steps"
+    if now.placement == "cpu" and now.free_cores < NO_CORE_IS_FREE:
+        return f"CPU-bound: no core free, trainer computed {_percent(_computed(now))}; a GPU (--placement) or more cores help"
     if now.trainer_wait < IS_MUCH:
         return _trainer_bound(now)
     waited = f"trainer waited {_percent(now.trainer_wait)}"
@@ -81,18 +118,23 @@ def _sample_bound(now: Situation, waited: str) -> str:
     if most == 0:  # a short round: rollouts report every few seconds
         return f"rollout-bound: {waited}; raise --num-rollout-workers or --infer-size"
     if now.rollout_own == most:
-        return f"env-bound: {waited}, games took {_percent(most)}; raise --num-rollout-workers"
+        if now.free_cores < NO_CORE_IS_FREE:
+            return f"CPU-bound: no core free, {waited}; more cores or --max-sample-reuse help"
+        return f"env-bound: {waited}, games and prompts {_percent(most)}; raise --num-rollout-workers"
     if held_back == most:
         flag = "--max-policy-lag" if now.has_lag_limit else "--replay-capacity"
-        return f"admission-bound: {waited}, rollouts {_percent(most)}; raise {flag}"
+        return f"admission-bound: {waited}, rollouts idle {_percent(most)}; raise {flag}"
     flag = "--rollout-batch-size" if now.placement == "colocated" else "--infer-size"
     return f"generation-bound: {waited}; raise {flag}{lag_flag}"
 
 
 def _trainer_bound(now: Situation) -> str:
-    busy = max(0.0, 1.0 - now.trainer_wait - now.trainer_push - now.trainer_other)
     flags = "use more GPUs with --placement dedicated" if now.placement == "colocated" else "raise --fsdp-world-size"
-    return f"trainer-bound: trainer computed {_percent(busy)}; {flags}"
+    return f"trainer-bound: trainer computed {_percent(_computed(now))}; {flags}"
+
+
+def _computed(now: Situation) -> float:
+    return max(0.0, 1.0 - now.trainer_wait - now.trainer_push - now.trainer_other)
 
 
 def _percent(share: float) -> str:

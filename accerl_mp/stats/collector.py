@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accerl_mp.config import Config
-from accerl_mp.stats.bottleneck import sentence
+from accerl_mp.stats.bottleneck import FREE_CORES, Doctor
 from accerl_mp.stats.status import Status
 from accerl_mp.stats.tags import TAGS, X_AXES, lookup
 from accerl_mp.stats.windows import EPISODE_HISTOGRAMS, EpisodeWindow, GroupRewards, Histograms, RoundSums
@@ -39,10 +39,13 @@ class Collector:
         *,
         say: Callable[[str], None],
         num_restarts: Callable[[], int] = lambda: 0,
+        free_cores: Callable[[], float | None] = lambda: None,
     ) -> None:
+        """free_cores: since its last call (`CpuMeter.free_cores`)."""
         metrics = config.metrics
         self._config, self._files, self._status = config, files, status
-        self._say, self._num_restarts = say, num_restarts
+        self._say, self._num_restarts, self._free_cores = say, num_restarts, free_cores
+        self._doctor = Doctor(config)
         self._window = EpisodeWindow(metrics.metrics_window_size, metrics.metrics_active_timeout_seconds)
         self._sums = RoundSums()
         self._histograms = Histograms()
@@ -58,6 +61,7 @@ class Collector:
         if self._round_started_s is None:
             self._round_started_s = now_s
             self._sums.begin()
+            self._free_cores()
 
     def take(self, record: Record, now_s: float) -> None:
         """One record off the socket."""
@@ -116,7 +120,9 @@ class Collector:
         round_s = closed_s - self._round_started_s if self._round_started_s is not None else 0.0
         self._open_round, self._round_started_s = None, closed_s
         values = self._values(now_s, round_s) | {"Stats/Restarts": float(self._num_restarts())}
-        bound = sentence(values, self._config)
+        if (free := self._free_cores()) is not None:
+            values[FREE_CORES] = free
+        bound = self._doctor.say(values)
         number = record.get("round") or self._status.round + 1
         self._files.write(step=record["step"], version=record["version"], time_s=record["time"], values=values)
         self._files.write_histograms(step=record["step"], time_s=record["time"], counted=self._histograms.take())

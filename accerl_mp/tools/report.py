@@ -24,7 +24,7 @@ from typing import Any
 
 from accerl_mp.cli import option_of
 from accerl_mp.config import Config, ConfigError
-from accerl_mp.stats.bottleneck import sentence
+from accerl_mp.stats.bottleneck import Doctor
 from accerl_mp.tools import report_charts
 from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.report_charts import CHARTS, Chart, Drawn, Series, shown
@@ -122,7 +122,8 @@ def bounds(run: RunFolder) -> str:
         config = Config.from_flat(run.flags())
     except (ConfigError, TypeError):  # settings of another version of the package
         return _soft("The run's settings are those of another version, so its rounds cannot be judged.")
-    said = [sentence(row, config) for row in run.metrics() if "Time/trainer/wait" in row or "Time/trainer/compute" in row]
+    doctor = Doctor(config)
+    said = [doctor.say(row) for row in run.metrics() if "Time/trainer/wait" in row or "Time/trainer/compute" in row]
     kinds: dict[str, list[str]] = collections.defaultdict(list)
     for one in said:
         kinds[one.partition(":")[0]].append(one)
@@ -228,7 +229,7 @@ def headlines(run: RunFolder) -> str:
     }
     cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text is not None)
     state = f'<p class="said">{escape(said)}</p>' if (said := _how_it_ended(run)) else ""
-    bound = f'<p class="said">Last round: {escape(status["bottleneck"])}</p>' if "bottleneck" in status else ""
+    bound = f'<p class="said">The last rounds: {escape(status["bottleneck"])}</p>' if "bottleneck" in status else ""
     return f'<dl class="facts">{cells}</dl>{state}{bound}'
 
 
