@@ -3,6 +3,7 @@
 trainer-bound     every sample may be reused without limit
 sync-bound        small steps with a push after each, an engine that takes one request at a time
 generation-bound  the same engine with a push every third step; the last two rounds
+CPU-bound         the demo on two cores, beside other work; the only one in which the free cores were measured
 env-bound         the last ten rounds of a longer demo run: most groups are won, give no signal, and more have to be played
 """
 
@@ -23,11 +24,12 @@ FLAG_OF = {
     "generation-bound": "--infer-size",
     "env-bound": "--num-rollout-workers",
     "sync-bound": "--sync-every-optimizer-steps",
+    "CPU-bound": "--placement",
 }
 
 
 def recorded(kind: str) -> dict[str, Any]:
-    return json.loads((FOLDER / f"{kind}.json").read_text())
+    return json.loads((FOLDER / f"{kind.lower()}.json").read_text())
 
 
 @pytest.mark.parametrize("kind", FLAG_OF)

@@ -206,7 +206,8 @@ def main(argv: list[str] | None = None) -> int:
             temporary.rename(args.out)
     except (MissingError, ValueError, OSError, SafetensorError) as error:
         print(f"make_model: {error}", file=sys.stderr)
-        return 2
+        # Transformers' own "no such file in this folder" is an OSError too, but none of the system's.
+        return 1 if isinstance(error, SafetensorError) or getattr(error, "errno", None) else 2
     except KeyboardInterrupt:
         print("make_model: stopped; nothing was written", file=sys.stderr)
         return 130
