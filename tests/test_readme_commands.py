@@ -1,4 +1,4 @@
-"""Every command of the README: its flags parse and pass the checks; what a machine without a GPU can run is run, as it stands there.
+"""Every command of the README and of docs/: its flags parse and pass the checks; what needs no GPU is run, as it stands there.
 
 Commands are the lines of its bash blocks. Words such as MODEL_DIR stand for what a reader has; here for the demo's model and games.
 """
@@ -18,12 +18,11 @@ from accerl_mp import checks, cli
 from accerl_mp.config import Config, resolve
 from accerl_mp.tools import gguf_model
 from tests.games_fixture import make_games
+from tests.pages import ALL, ROOT
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
 COMMANDS = [
     line.partition("  #")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", README, re.S)
+    for block in re.findall(r"```bash\n(.*?)```", ALL, re.S)
     for line in block.splitlines()
     if line and not line.startswith("#")
 ]
@@ -164,9 +163,9 @@ def test_the_commands_that_train_run(command: str, clone: Path) -> None:
     assert "The run has finished" in run(command, clone, timeout_s=1400)
 
 
-def test_every_module_and_flag_that_the_readme_names_exists() -> None:
+def test_every_module_and_flag_that_is_named_exists() -> None:
     """Those inside of sentences and tables too. What follows `...` or stands for more is not looked at."""
-    modules = set(re.findall(r"-m (accerl_mp[\w.]*)", README))
+    modules = set(re.findall(r"-m (accerl_mp[\w.]*)", ALL))
     assert len(modules) > 5
     files = [ROOT / module.replace(".", "/") for module in modules]
     assert [str(file) for file in files if not (file.with_suffix(".py").is_file() or (file / "__main__.py").is_file())] == []
@@ -176,5 +175,5 @@ def test_every_module_and_flag_that_the_readme_names_exists() -> None:
     for source in sources:
         known |= set(re.findall(r'"(--[a-z][a-z0-9-]*)"', source.read_text()))
     known |= set(re.findall(r"(--[a-z][a-z0-9-]*)\)", (ROOT / "launch.sh").read_text()))
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", README))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", ALL))
     assert sorted(named - known) == []
