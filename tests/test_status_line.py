@@ -2,6 +2,8 @@
 
 import os
 import pty
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +86,8 @@ def test_a_terminal_gets_one_line_that_is_rewritten(
     assert read(terminal[0]) == "", "at most twice a second"
     log.write_terminal("hello")
     assert read(terminal[0]) == "\r\x1b[Khello\r\n"
+    StatusLine(table, board, begun=time.time() - 125).show()
+    assert re.match(r"\r\x1b\[K\[2:[01]\d\] starting", read(terminal[0])), "from the moment that every clock counts from"
     table.hold(os.getpid())
     monkeypatch.setattr(line, "_next", 0.0)
     line.show()
