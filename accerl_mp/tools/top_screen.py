@@ -165,7 +165,7 @@ def _numbers(frame: Frame, width: int, can_draw: bool) -> list[RenderableType]:
         ("held out", _held_out(frame)),
         ("tokens/s", _throughput(frame, spark, can_draw)),
         ("lag", _lag(frame)),
-        ("rings", _rings(frame, can_draw)),
+        ("rings" if frame.live.rings else "engines", _rings(frame, can_draw)),
         *((role, _shares(shares, can_draw)) for role, shares in _by_role(frame.status)),
         ("bottleneck", Text(plain(frame.status.get("bottleneck", "")), style="bold")),
         ("failure", Text(plain(frame.failure), style="bold red")),
