@@ -326,7 +326,8 @@ def test_a_start_that_goes_on_says_from_what(tmp_path: Path, monkeypatch: pytest
     paths, name = RunPaths(tmp_path / "runs/x"), "step-000005-version-000006"
     for folder, shown in ((paths.resume / name, f"resume/{name}"), (tmp_path / "other" / name, f"{tmp_path}/other/{name}")):
         folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"format": recovery.FORMAT, "step": 5, "version": 6, "trainer": {"round": 4}}))
+        content = {"format": recovery.FORMAT, "step": 5, "version": 6, "trainer": {"round": 4}}
+        (folder / "state.json").write_text(recovery.state_text(content))
         lines = beginning(recovery.Start(state=str(folder)), paths)
         assert lines == [f"goes on from step 5, round 4 ({shown})", "starting the run in runs/x"]
     assert beginning(recovery.Start(), RunPaths(Path("/elsewhere/y"))) == ["starting the run in /elsewhere/y"]

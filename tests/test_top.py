@@ -158,10 +158,10 @@ def test_before_any_run_it_says_what_starts_one(tmp_path: Path, monkeypatch: pyt
 
 
 @contextmanager
-def a_launcher(folder: Path) -> Iterator[None]:
-    """A process with the command of the one that launch.sh starts ranks with."""
+def a_launcher(*words: str) -> Iterator[None]:
+    """A process with the command of one that launch.sh starts."""
     code = "import sys; print('up', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-c", code, "-m", "accerl_mp.launcher.torchrun", "--run-dir", str(folder), "--nproc-per-node", "2"]
+    command = [sys.executable, "-c", code, "-m", *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout
         process.stdout.readline()
@@ -176,7 +176,8 @@ def test_a_run_whose_supervisor_comes_next_is_starting(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     Config.from_flat({"placement": "cpu"}).save(run.paths.args)
     assert "not running" in lines_of(read_frame(run))[0]
-    with a_launcher(tmp_path):
+    ranks = ("accerl_mp.launcher.torchrun", "--run-dir")
+    with a_launcher(*ranks, str(tmp_path), "--nproc-per-node", "2"):
         assert "starting 0:0" in lines_of(read_frame(run))[0]
         assert any("its processes come next" in line for line in lines_of(read_frame(run)))
         PeerLost("trainer/0", 1, "a log", "it broke").save(tmp_path / FAILURE_FILE)
@@ -190,8 +191,18 @@ def test_a_run_whose_supervisor_comes_next_is_starting(tmp_path: Path) -> None:
         run.paths.stop.touch()
         assert "stopped" in lines_of(read_frame(run))[0]
         run.paths.stop.unlink()
-    with a_launcher(tmp_path / "another"):
+    with a_launcher(*ranks, str(tmp_path / "another")):
         assert "starting" not in lines_of(read_frame(run))[0]
+
+
+def test_a_run_whose_folder_has_just_been_made_ready_is_starting(tmp_path: Path) -> None:
+    """Until the process that made it has ended: only then ranks are started. It does not know its folder when it begins."""
+    run = RunFolder(tmp_path)
+    Config.from_flat({"placement": "cpu"}).save(run.paths.args)
+    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", "--max-steps", "2"):
+        assert "starting 0:0" in lines_of(read_frame(run))[0]
+        os.utime(run.paths.args, (time.time() - 3600,) * 2)
+        assert "not running" in lines_of(read_frame(run))[0], "it prepares another run"
 
 
 def test_the_clock_counts_from_the_start_that_runs(paths: RunPaths) -> None:

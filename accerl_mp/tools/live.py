@@ -1,6 +1,7 @@
 """What a running run shows in shared memory: processes, board words, rings. Read only, and over as soon as the run is."""
 
 import os
+import time
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,9 @@ from accerl_mp.transport.board import WORDS, Board
 from accerl_mp.transport.health import HealthRow, HealthTable, is_alive
 from accerl_mp.transport.ring import SharedRing
 from accerl_mp.transport.ring_memory import RingError
+
+PREPARED_S = 60.0
+"""launch.sh's preparing process names no folder; it has ended at the latest so long after it made one ready."""
 
 SILENT_S = 10.0
 """A process whose heartbeat thread has not run for so long is shown as silent."""
@@ -79,14 +83,15 @@ def look(paths: RunPaths) -> Live:
 
 
 def is_launched(paths: RunPaths) -> bool:
-    """Whether the process that starts the run's ranks lives, by the words of its command."""
+    """Whether the process lives that starts the run's ranks, or the one that has just made the folder ready, by their commands' words."""
     folder = os.fsencode(paths.run_dir.resolve())
+    is_new = time.time() - paths.begun() < PREPARED_S
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = file.read_bytes().split(b"\0")
         except OSError:  # it has ended meanwhile, or is another user's
             continue
-        if b"accerl_mp.launcher.torchrun" in words and folder in words:
+        if (b"accerl_mp.launcher.torchrun" in words and folder in words) or (b"accerl_mp.launcher.prepare" in words and is_new):
             return True
     return False
 
