@@ -172,7 +172,10 @@ def test_numbers_are_those_of_their_place_and_wait_for_nothing_later() -> None:
 
 @pytest.mark.parametrize("compile_choice", ["off", "on"])
 def test_own_copies_train_as_fsdp2_does(compile_choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same forward; then up to what kernels that add in any order leave. A pack's gradient that is left out is far beyond that."""
+    """The same forward and first gradient, up to what adding in any order leaves; a pack's gradient that is left out is far beyond that.
+
+    Later steps drift: one last bit in a hundred of the gradients moves this model's norms by 2 % in the second step, 4 % in the third.
+    """
     tiny.save_tiny(tmp_path, **SIZES)
     config = _config(tmp_path, compile=compile_choice)
     own = _trained_on_one_gpu(config)
@@ -183,7 +186,8 @@ def test_own_copies_train_as_fsdp2_does(compile_choice: str, tmp_path: Path, mon
     expected = _trained_on_one_gpu(config)
     assert torch.equal(own["before"], expected["before"])
     assert own["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-5)
-    assert own["norms"] == pytest.approx(expected["norms"], rel=1e-2)
+    assert own["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-3)
+    assert own["norms"] == pytest.approx(expected["norms"], rel=0.1)
     assert lacking["norms"][0] != pytest.approx(expected["norms"][0], rel=1e-1)
     assert (own["after"] - expected["after"]).abs().mean() < 0.02
 
