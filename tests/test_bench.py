@@ -106,7 +106,6 @@ def test_transport_runs_beside_ray(tmp_path: Path) -> None:
     assert any("ray, lists" in ratio["name"] for ratio in result["ratios"])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_trainer_runs(tmp_path: Path) -> None:
     result = run_bench("trainer", tmp_path / "trainer.json", timeout_s=230)
@@ -114,10 +113,12 @@ def test_trainer_runs(tmp_path: Path) -> None:
     assert all(one["median"] > 0 for one in named(result, "memory, a step's peak beside the rest"))
 
 
-@pytest.mark.slow
+SLOW = ["rollout", "end_to_end", "sync_modes", "engines", "four_gpus", "engine_loop", "weight_sync"]
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["startup", "rollout", "end_to_end", "sync_modes", "engines", "four_gpus", "engine_loop", "weight_sync"])
+@pytest.mark.parametrize("name", ["startup", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_scripts_that_start_vllm_run(name: str, tmp_path: Path) -> None:
     run_bench(name, tmp_path / f"{name}.json", timeout_s=580)
 
