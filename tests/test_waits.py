@@ -42,7 +42,7 @@ WITHOUT_LIMIT = {
     ("weight_sync/replicas.py", "recv"): "after a poll that says that there is something",
     ("weight_sync/buckets.py", "get"): "a side thread: the main thread's wait has --sync-timeout-s, and closes the queue",
     ("weight_sync/group.py", "wait"): "side threads: the group's own timeout, or abort()",
-    ("weight_sync/sender.py", "wait"): "after is_completed()",
+    ("weight_sync/verdict.py", "wait"): "after is_completed()",
     ("transport/process.py", "join"): "the heartbeat looks every second",
     ("launcher/rank.py", "waitpid"): "after SIGKILL",
     ("debugging.py", "flock"): "another debugger has the terminal: a person is at it",
