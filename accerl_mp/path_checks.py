@@ -20,7 +20,8 @@ def said_by(rule: Callable[[Config], Iterator[str]], config: Config) -> Iterator
     try:
         yield from rule(config)
     except OSError as error:
-        yield f"{_flag_of(error.filename, config)}: {error.filename} cannot be looked at ({error.strerror}); name another one"
+        what = error.filename or "it"
+        yield f"{_flag_of(error.filename, config)}: {what} cannot be looked at ({error.strerror or error}); name another one"
 
 
 def _flag_of(path: str | None, config: Config) -> str:

@@ -579,6 +579,10 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
             "CPU-bound: no core free, trainer waited 60 %; more cores or --max-sample-reuse help",
         ),
         (
+            Situation(trainer_wait=0.6, free_cores=0.1),
+            "CPU-bound: no core free, trainer waited 60 %; more cores or --max-sample-reuse help",
+        ),
+        (
             Situation(trainer_wait=0.01, rollout_own=0.7, free_cores=0.1),
             "trainer-bound: trainer computed 99 %; raise --fsdp-world-size",
         ),

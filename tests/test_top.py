@@ -135,6 +135,13 @@ def test_metrics_are_read_from_where_the_last_look_ended(tmp_path: Path) -> None
     assert run.series("A") == [(9, 9)]
 
 
+@pytest.mark.parametrize("damaged", ["[1]", "{", "7", '{"begun": null}', '{"start_training_s": "x"}', '{"shares": []}'])
+def test_a_damaged_status_counts_for_nothing(run_dir: Path, damaged: str) -> None:
+    (run_dir / "status.json").write_text(damaged)
+    assert RunFolder(run_dir).status() == {}
+    assert lines_of(read_frame(RunFolder(run_dir)))
+
+
 def test_the_newest_run_of_a_folder_is_taken(tmp_path: Path) -> None:
     for age, name in ((100, "old"), (0, "new"), (200, "older")):
         (tmp_path / name).mkdir()

@@ -115,11 +115,11 @@ def _sample_bound(now: Situation, waited: str) -> str:
     # Without a lag limit only full rings hold groups back; at the end of a run there is nothing left to play.
     held_back = now.rollout_work if now.has_lag_limit or now.ring_fill >= IS_FULL else 0.0
     most = max(now.rollout_own, now.rollout_reply, held_back)
+    if now.free_cores < NO_CORE_IS_FREE and most in (0, now.rollout_own):
+        return f"CPU-bound: no core free, {waited}; more cores or --max-sample-reuse help"
     if most == 0:  # a short round: rollouts report every few seconds
         return f"rollout-bound: {waited}; raise --num-rollout-workers or --infer-size"
     if now.rollout_own == most:
-        if now.free_cores < NO_CORE_IS_FREE:
-            return f"CPU-bound: no core free, {waited}; more cores or --max-sample-reuse help"
         return f"env-bound: {waited}, games and prompts {_percent(most)}; raise --num-rollout-workers"
     if held_back == most:
         flag = "--max-policy-lag" if now.has_lag_limit else "--replay-capacity"

@@ -9,7 +9,7 @@ from typing import Any
 _NAME = "status.json"
 _KINDS = {
     **dict.fromkeys(("step", "version", "round", "episodes"), int),
-    **dict.fromkeys(("started", "training_s"), int | float),
+    **dict.fromkeys(("started", "begun", "training_s", "start_training_s"), int | float),
     **dict.fromkeys(("throughput", "shares", "eval_first", "eval_last", "eval_best"), dict),
 }
 """Of the fields that a later start goes on with."""
@@ -17,18 +17,18 @@ _KINDS = {
 _log = logging.getLogger(__name__)
 
 
-def read_status(run_dir: Path) -> dict[str, Any]:
-    """The run's status.json (fields: `status.Status`); empty where there is none yet, or a damaged one (logged)."""
+def read_status(run_dir: Path, *, level: int = logging.WARNING) -> dict[str, Any]:
+    """The run's status.json (fields: `status.Status`); empty where there is none yet, or a damaged one (logged with `level`)."""
     path = run_dir / _NAME
     try:
         status = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        _log.warning("%s cannot be read (%s): it is left out", path, error)
+        _log.log(level, "%s cannot be read (%s): it is left out", path, error)
         return {}
     if not isinstance(status, dict) or not all(_is_of_kind(status, name, kind) for name, kind in _KINDS.items()):
-        _log.warning("%s is damaged: it is left out", path)
+        _log.log(level, "%s is damaged: it is left out", path)
         return {}
     return status
 

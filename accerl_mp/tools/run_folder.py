@@ -1,11 +1,13 @@
 """Reading a run folder, of a run that goes on or of one that is over. Nothing here writes, and a missing part is no error."""
 
 import json
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.stats.status_file import read_status
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE
@@ -58,8 +60,8 @@ class RunFolder:
         return _json(self.paths.args) or {}
 
     def status(self) -> Row:
-        """status.json (`stats/status.py`)."""
-        return _json(self.run_dir / "status.json") or {}
+        """status.json (`stats/status.py`); a damaged one counts for nothing, unsaid: `top` looks every second."""
+        return read_status(self.run_dir, level=logging.DEBUG)
 
     def versions(self) -> Row:
         return _json(self.run_dir / "versions.json") or {}

@@ -132,7 +132,8 @@ def problems_of(args: argparse.Namespace) -> list[str]:
         saves = [args.out, *(snapshot_folder(args.out, step) for step in args.save_steps)]
         lost = [f"{folder} {what}" for folder in saves if (what := taken_by(folder))]
         found += [f"--out {args.out}: {what}, which would be deleted; name another folder" for what in lost]
-        if any(args.model_path.resolve().is_relative_to(folder.resolve()) for folder in saves):
+        model = Path(os.path.realpath(args.model_path))  # `resolve` raises at a link to itself
+        if any(model.is_relative_to(os.path.realpath(folder)) for folder in saves):
             found.append(f"--out {args.out}: --model-path {args.model_path} would be replaced; name another folder")
     elif args.save_steps:
         found.append("--save-steps needs --out: there is no folder to save to")
