@@ -155,15 +155,19 @@ follow() {
         line=$(tail -c "+$from" "$log" | grep -v '^ *WARNING' | tail -n 1 | tr -cd '[:print:]')
         # After this line pip says nothing for minutes.
         names=$(tail -c "+$from" "$log" | grep -m 1 '^Installing collected packages: ')
-        if [ -n "$names" ]; then line="installing: $(num_installed "$since") of $(wc -w <<<"${names#*: }") packages"; fi
+        if [ -n "$names" ]; then line="installing: $(num_installed "$since" "$(wc -w <<<"${names#*: }")") packages"; fi
         printf '\r\033[K%4d s  %s' $((SECONDS - began)) "${line:0:$(($(tput cols 2>/dev/null || echo 80) - 10))}" >&2
         sleep 0.5
     done
     printf '\r\033[K' >&2
 }
 
-# Packages that came into $venv since the time $1.
-num_installed() { find "$venv"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newermt "@$1" 2>/dev/null | wc -l; }
+# Packages that came into $venv since the time $1, of $2 that pip named (others may come along).
+num_installed() {
+    local come
+    come=$(find "$venv"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' -newermt "@$1" 2>/dev/null | wc -l)
+    printf '%d of %d' $((come < $2 ? come : $2)) "$2"
+}
 
 # --- running ---------------------------------------------------------------------------------------------------------
 

@@ -579,6 +579,10 @@ def test_a_full_disk_takes_back_half_a_record_and_is_said_once(tmp_path: Path, c
             "CPU-bound: no core free, trainer waited 60 %; more cores or --max-sample-reuse help",
         ),
         (
+            Situation(trainer_wait=0.9, rollout_own=0.7, no_signal=0.94, placement="cpu", free_cores=0.1),
+            "signal-bound: trainer waited 90 %, 94 % of groups end alike; change --tw-game-dir",
+        ),
+        (
             Situation(trainer_wait=0.6, free_cores=0.1),
             "CPU-bound: no core free, trainer waited 60 %; more cores or --max-sample-reuse help",
         ),

@@ -36,7 +36,7 @@ def enter(table: HealthTable, board: Board, *names: str) -> list[Health]:
 
 def test_it_names_who_is_not_ready(table: HealthTable, board: Board) -> None:
     enter(table, board, "supervisor/0", "trainer/0", "trainer/1")
-    assert describe(table.snapshot(), board) == "starting #########--- 3 of 4: inference/0"
+    assert describe(table.snapshot(), board) == "starting #########--- 3 of 4, not yet: inference/0"
 
 
 def test_it_says_how_far_the_run_is_and_whom_it_waits_for(table: HealthTable, board: Board, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,12 +39,12 @@ class StatusLine:
 
 
 def describe(rows: list[HealthRow], board: Board) -> str:
-    """Example: `starting ######------ 3 of 6: inference/0, trainer/0, trainer/1`."""
+    """Example: `starting ######------ 3 of 6, not yet: inference/0, trainer/0, trainer/1`."""
     late = [row.name for row in rows if row.state in ("none", "starting")]
     if late and board.get("policy_version") < 0:
         done = len(rows) - len(late)
         filled = _BAR_CELLS * done // len(rows)
-        return f"starting {'#' * filled}{'-' * (_BAR_CELLS - filled)} {done} of {len(rows)}: {', '.join(late)}"
+        return f"starting {'#' * filled}{'-' * (_BAR_CELLS - filled)} {done} of {len(rows)}, not yet: {', '.join(late)}"
     step, version = board.get("optimizer_step"), board.get("policy_version")
     text = "the first weights" if version < 0 else f"step {step}, weights {version}"
     if board.get("eval_asked") > board.get("eval_done"):

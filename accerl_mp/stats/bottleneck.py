@@ -9,12 +9,16 @@ from accerl_mp.config import Config
 
 FREE_CORES = "Run/FreeCores"
 FILL = "Replay/FillRatio"
+NO_SIGNAL = "GRPO/ZeroStdRate"
 
 IS_MUCH = 0.25
 """Share of the trainer's time from which waiting or pushing is worth a word."""
 
 IS_FULL = 0.5
 """Fill of the rings from which they may have no room for one more group."""
+
+MOST_HAVE_NONE = 0.75
+"""Share of groups without signal from which their want is what the trainer waits for: the games are too easy for the model, or too hard."""
 
 NO_CORE_IS_FREE = 0.5
 """Idle cores below which one more busy process would only take time from the others."""
@@ -46,6 +50,8 @@ class Situation:
     """Of the trainer's rings, 0 to 1."""
     free_cores: float = math.inf
     """Of those that the run may use, what nobody used."""
+    no_signal: float = 0.0
+    """Share of the groups that are left out because all of their rewards are alike."""
 
 
 def situation(values: Mapping[str, float], config: Config) -> Situation:
@@ -62,6 +68,7 @@ def situation(values: Mapping[str, float], config: Config) -> Situation:
         has_lag_limit=config.replay.max_policy_lag > 0,
         ring_fill=values.get(FILL, 0.0),
         free_cores=values.get(FREE_CORES, math.inf),
+        no_signal=0.0 if config.algorithm.keep_zero_std_groups else values.get(NO_SIGNAL, 0.0),
     )
 
 
@@ -83,7 +90,7 @@ class Doctor:
 def _means(rounds: Collection[Mapping[str, float]]) -> dict[str, float]:
     """Of the tags of a situation over the rounds that have them; a phase counts 0 in a round in which its role named others only."""
     means: dict[str, float] = {}
-    for tag in {tag for values in rounds for tag in values if tag.startswith("Time/") or tag in (FILL, FREE_CORES)}:
+    for tag in {tag for values in rounds for tag in values if tag.startswith("Time/") or tag in (FILL, FREE_CORES, NO_SIGNAL)}:
         role = tag.rpartition("/")[0] + "/" if tag.startswith("Time/") else tag
         said = [values.get(tag, 0.0) for values in rounds if any(other.startswith(role) for other in values)]
         means[tag] = sum(said) / len(said)
@@ -99,6 +106,9 @@ def bottleneck(now: Situation) -> str:
         return f"neither: evaluation and exports took {_percent(now.trainer_other)}; lower --eval-episodes-per-game"
     if now.trainer_push >= max(IS_MUCH, now.trainer_wait):
         return f"sync-bound: pushes took {_percent(now.trainer_push)} of the time; raise --sync-every-optimizer-steps"
+    if now.trainer_wait >= IS_MUCH and now.no_signal >= MOST_HAVE_NONE:
+        waited = f"trainer waited {_percent(now.trainer_wait)}"
+        return f"signal-bound: {waited}, {_percent(now.no_signal)} of groups end alike; change --tw-game-dir"
     if now.placement == "cpu" and now.free_cores < NO_CORE_IS_FREE:
         return f"CPU-bound: no core free, trainer computed {_percent(_computed(now))}; a GPU (--placement) or more cores help"
     if now.trainer_wait < IS_MUCH:
