@@ -5,6 +5,7 @@ set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 run_dir=""        # set once the run folder exists
 child=""          # pid of what runs now
+answer=""         # file with what the preparing process has found out
 stopped_by=""     # INT, TERM or HUP
 set_up_began=""   # $SECONDS when the set-up began
 graceful_s=25     # a run that was asked to end may take this long until torchrun is told
@@ -244,13 +245,13 @@ pause() {
 summarize() { "$python" -m accerl_mp.launcher.summary --run-dir "$run_dir" --exit-code "$1"; }
 
 train() {
-    local answer code
+    local code
     answer=$(mktemp)
+    trap 'rm -f "$answer"' EXIT
     start "$python" -m accerl_mp.launcher.prepare --answer "$answer" -- "$@"
     wait_for_child
     code=$?
     [ "$code" = 0 ] && eval "$(cat "$answer")" # RUN_DIR, NPROC, RDZV_ENDPOINT, quoted for the shell
-    rm -f "$answer"
     [ "$code" = 0 ] || exit "$code"
     run_dir=$RUN_DIR
     if [ -t 0 ]; then tty >"$run_dir/tty"; fi

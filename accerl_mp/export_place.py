@@ -96,7 +96,7 @@ def _taken_by(target: Path) -> str:
 def _is_export(folder: Path) -> bool:
     try:
         state = json.loads((folder / STATE_NAME).read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return False
     return isinstance(state, dict) and any(mark in state for mark in _MARKS)
 

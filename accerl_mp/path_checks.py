@@ -56,9 +56,10 @@ def game_folder(option: str, folder: str, config: Config) -> Iterator[str]:
 
 
 def not_a_pattern(pattern: str) -> bool:
-    """Python's glob raises at these, or no file has such a name."""
+    """Python's glob raises at these, no file has such a name, or it leaves the folder."""
     parts = Path(pattern).parts
-    return not parts or Path(pattern).is_absolute() or any(len(os.fsencode(part)) > _LONGEST_NAME for part in parts)
+    is_bad = [part == ".." or (part != "**" and "**" in part) or len(os.fsencode(part)) > _LONGEST_NAME for part in parts]
+    return not parts or Path(pattern).is_absolute() or any(is_bad)
 
 
 def cannot_be_made(option: str, folder: Path) -> Iterator[str]:

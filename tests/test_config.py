@@ -247,6 +247,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"min_lr_ratio": 2.0}, "--min-lr-ratio must be at most 1"),
     ({"learning_rate": float("nan")}, "--learning-rate must be a finite number"),
     ({"tw_game_pattern": "/games/*.z8"}, "it must be a pattern of files inside --tw-game-dir"),
+    ({"tw_game_pattern": "../**/*.z8"}, "it must be a pattern of files inside --tw-game-dir"),
+    ({"tw_game_pattern": "**/a**b/*.z8"}, "it must be a pattern of files inside --tw-game-dir"),
     ({"log_dir": "/proc/run"}, "--log-dir /proc/run: /proc is not writable"),
     ({"log_dir": __file__ + "/run"}, "is a file; name another folder"),
     ({"save_checkpoint": True, "checkpoint_dir": __file__}, "--checkpoint-dir"),

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pexpect
@@ -175,15 +175,21 @@ def test_a_full_disk_is_said_before_anything_starts(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def stub(tmp_path: Path) -> Path:
+def stub(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "stub dir"
     folder.mkdir()
+    (folder / "temporary").mkdir()
     (folder / "code").write_text("0")
-    return folder
+    yield folder
+    assert list((folder / "temporary").iterdir()) == [], "however it ended"
 
 
 def start_stub(stub: Path, *words: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"ACCERL_PYTHON": str(ROOT / "tests/stub_python.sh"), "STUB_DIR": str(stub)}
+    environment = os.environ | {
+        "ACCERL_PYTHON": str(ROOT / "tests/stub_python.sh"),
+        "STUB_DIR": str(stub),
+        "TMPDIR": str(stub / "temporary"),
+    }
     command = ["bash", str(ROOT / "launch.sh"), *words]
     return subprocess.Popen(command, env=environment, cwd=stub, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
@@ -413,6 +419,16 @@ def test_the_summary_of_a_run_that_stopped_within_a_round_counts_the_steps_that_
     assert "stopped on request: 19 optimizer steps" in success_lines(RunPaths(tmp_path), {"step": 18})[1]
     assert "stopped on request: 20 optimizer steps" in success_lines(RunPaths(tmp_path), {"step": 20})[1]
     assert "stopped on request: 19 optimizer steps" in success_lines(RunPaths(tmp_path), {})[1]
+
+
+@pytest.mark.parametrize("damage", [b"", b"bash launch.sh --checkpoint-name 'new\n", b"bash launch.sh --log-dir \xff\n", None])
+def test_a_summary_stands_without_the_command_of_its_run(tmp_path: Path, damage: bytes | None) -> None:
+    (tmp_path / "stop").touch()
+    if damage is not None:
+        (tmp_path / "command.txt").write_bytes(damage)
+    lines = success_lines(RunPaths(tmp_path), {})
+    assert any(line.startswith("  run folder") for line in lines)
+    assert any("--resume auto" in line for line in lines) == (damage == b"bash launch.sh --log-dir \xff\n")
 
 
 def test_the_commands_of_the_summary_can_be_typed_where_launch_sh_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,31 @@ from accerl_mp.tools import report
 from accerl_mp.tools.report_charts import BOTTOM, HEIGHT, LEFT, MAX_POINTS, RIGHT, TOP, WIDTH, Chart, draw, shown, thinned
 from accerl_mp.tools.report_episodes import as_data, chosen, fitting
 from accerl_mp.tools.run_folder import RunFolder
+from accerl_mp.tools.top import read_frame
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE
 
 FINISHED = Path(__file__).parent / "finished_run"
 ATTACK = '</script><img src=x onerror="document.title=\'owned\'"><script>document.title="owned"</script>&lt;b&gt;' + 150 * "w"
+
+
+FINISHED = Path(__file__).parent / "finished_run"
+
+
+@pytest.mark.parametrize("damage", ["", "[1, 2, 3]", "[" * 100000, "7", "{}", '{"turns": 4, "step": "x"}', None])
+@pytest.mark.parametrize("file", sorted(str(file.relative_to(FINISHED)) for file in FINISHED.rglob("*") if file.is_file()))
+def test_a_damaged_file_of_a_run_costs_what_is_in_it(tmp_path: Path, file: str, damage: str | None) -> None:
+    """Cut, replaced by something else, or (None) a folder in its place."""
+    run = tmp_path / "run"
+    shutil.copytree(FINISHED, run)
+    (run / file).unlink()
+    if damage is None:
+        (run / file).mkdir()
+    else:
+        (run / file).write_text(damage)
+    assert "</html>" in report.build(RunFolder(run))
+    read_frame(RunFolder(run))
 
 
 class Page(HTMLParser):

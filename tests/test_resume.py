@@ -119,21 +119,28 @@ def test_a_run_that_was_killed_and_goes_on_has_the_bits_of_one_that_was_not(tmp_
 
 
 def _save(ranks: Ranks, folder: str) -> None:
-    """Three optimizer steps, a state after each; at the second, rank 1 can write no more than 4 KiB a file. Then a step without state."""
+    """Three optimizer steps, a state after each; at the second, rank 1 can write no more than 4 KiB a file; at the third, the model's
+    folder cannot be read. Then a step without state."""
     stepper, saver = _trainer(ranks, Path(folder))
+    begun, settings = recovery.identity(saver._config), Path(folder) / "model/config.json"
     for step in range(3):
         _train(stepper, ranks, step)
         if ranks.rank == 1:
             limit = 4096 if step == 1 else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         tensors = copied(tensors_of(stepper._model, stepper.optimizer), saver.mesh)
+        if ranks.rank == 0 and step == 2:
+            settings.rename(settings.with_name("gone"))
         saver.start(Content(Progress(step=step + 1, version=step), tensors, RingCut.empty(), {"random": random_state(ranks.device)}))
         assert saver.finish(60)
         assert saver.saved_step == (1, 1, 3)[step], "training goes on, the older state stays, the next one is whole again"
         if ranks.rank == 0:
             state, damaged = recovery.newest_whole(Path(folder) / "resume")
             assert (state.step, damaged) == (saver.saved_step, [])
+            assert state.content["identity"] == begun, "that of the run's start"
             assert not list((Path(folder) / "resume").glob(".*")), "what could not be written is taken away"
+    if ranks.rank == 0:
+        settings.with_name("gone").rename(settings)
     _describe(ranks, stepper, Path(folder) / "saved")
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from datetime import datetime
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> int:
         cli.build_parser().print_help()
         return 0
     answer, words = _split(argv)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that its temporary folder goes too
     try:
         if _plays_demo_games(words):
             _make_demo_games()

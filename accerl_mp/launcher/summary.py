@@ -73,7 +73,7 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
         f"  run folder          {paths.run_dir}",
         f"  report              {report_command(paths.run_dir)}",
         f"  TensorBoard         {tensorboard_command(paths.run_dir)}",
-        *([f"  to go on            {resume_command(paths)}"] if paths.stop.exists() else []),
+        *([f"  to go on            {command}"] if paths.stop.exists() and (command := resume_command(paths)) else []),
     ]
 
 
@@ -105,8 +105,11 @@ def report_command(run_dir: Path) -> str:
 
 
 def resume_command(paths: RunPaths) -> str:
-    """The run's own flags, whose paths count from where it was called, but with its folder and its state."""
-    words = shlex.split((paths.run_dir / "command.txt").read_text().splitlines()[-1])[2:]
+    """The run's own flags, whose paths count from where it was called, but with its folder and its state. Empty: they cannot be read."""
+    try:
+        words = shlex.split((paths.run_dir / "command.txt").read_text(errors="surrogateescape").splitlines()[-1])[2:]
+    except (OSError, ValueError, IndexError):  # a flag with a line break in it, most of all
+        return ""
     for flag in ("--log-dir", "--resume"):
         words = [word for word, before in zip(words, ["", *words], strict=False) if flag not in (word, before, word.partition("=")[0])]
     typed = "".join(f" {shlex.quote(word)}" for word in words)

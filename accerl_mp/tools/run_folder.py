@@ -57,14 +57,14 @@ class RunFolder:
 
     def flags(self) -> Row:
         """Every setting by its field name (`config.Config.to_flat`), also of another version of the package."""
-        return _json(self.paths.args) or {}
+        return _row(self.paths.args) or {}
 
     def status(self) -> Row:
         """status.json (`stats/status.py`); a damaged one counts for nothing, unsaid: `top` looks every second."""
         return read_status(self.run_dir, level=logging.DEBUG)
 
     def versions(self) -> Row:
-        return _json(self.run_dir / "versions.json") or {}
+        return _row(self.run_dir / "versions.json") or {}
 
     def command(self) -> str:
         return _text(self.run_dir / "command.txt").strip()
@@ -82,7 +82,7 @@ class RunFolder:
                     self._rows, self._read_to = [], 0
                 file.seek(self._read_to)
                 new, found, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
+        except OSError:
             return self._rows
         if found:
             self._read_to += len(new) + 1
@@ -95,8 +95,8 @@ class RunFolder:
 
     def evaluations(self) -> list[Row]:
         """`eval/step-*.json` (`ingest/evaluation.py`), by step."""
-        found = [_json(path) for path in sorted((self.run_dir / "eval").glob("step-*.json"))]
-        return sorted((one for one in found if one), key=lambda one: one.get("step", 0))
+        found = [_row(path) for path in sorted((self.run_dir / "eval").glob("step-*.json"))]
+        return sorted((one for one in found if one and isinstance(one.get("step", 0), int)), key=lambda one: one.get("step", 0))
 
     def restarts(self) -> list[Restart]:
         """As the supervisor told them in its log."""
@@ -111,26 +111,28 @@ class RunFolder:
     def transcript(self, name: str) -> Row | None:
         """With `"trained"`: the lines of the file beside it (`trainer/witness.py`). None while it is being written."""
         path = self.run_dir / "episodes" / name
-        transcript, lines = _json(path), _text(path.with_suffix(".trained.jsonl")).splitlines()
-        if not isinstance(transcript, dict):
+        transcript, lines = _row(path), _text(path.with_suffix(".trained.jsonl")).splitlines()
+        if transcript is None or not isinstance(transcript.get("turns", []), list):
             return None
-        return transcript | {"trained": [row for line in lines if isinstance(row := _parsed(line), dict)]}
+        rows = [row for line in lines if isinstance(row := _parsed(line), dict)]
+        return transcript | {"trained": [row for row in rows if all(isinstance(row.get(name, []), list) for name in ("turns", "logprobs"))]}
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return ""
 
 
-def _json(path: Path) -> Any:
-    return _parsed(_text(path))
+def _row(path: Path) -> Row | None:
+    found = _parsed(_text(path))
+    return found if isinstance(found, dict) else None
 
 
 def _parsed(text: str) -> Any:
     """None for what is no JSON: a file that is being written, or a line cut by a full disk."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -68,6 +68,7 @@ class Saver:
 
     def __init__(self, folder: Path, config: Config, ranks: Ranks, health: Health) -> None:
         self._folder, self._config, self._ranks, self._health = folder, config, ranks, health
+        self._identity = identity(config)  # as the run began: games that are deleted later are still the ones it is numbered by
         self.group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
         self._meeting = dist.new_group(backend="gloo", timeout=_MEET)
         self.mesh = DeviceMesh.from_group(self.group, "cpu")
@@ -186,7 +187,7 @@ class Saver:
             "trainer": progress.to_json(),
             "groups": {"next": next_number, "low_water": low, "done_above": above},
             "strikes": parts[0]["strikes"],
-            "identity": identity(self._config),
+            "identity": self._identity,
             "files": {name: entry for part in parts for name, entry in part["files"].items()},
         }
         (temporary / STATE_FILE).write_text(state_text(content))
