@@ -131,7 +131,8 @@ async def measure(result: Result, engine: Any, args: argparse.Namespace, case: s
     labels = {"episodes": shape, "at_a_time": int(number)} | ({"when": when} if when else {})
     if varied:
         labels |= dict(zip(("admit_every", "step_tokens"), map(int, varied), strict=False))
-        await engine.call_workers("loop_set", *map(int, varied))
+        if not all(await engine.call_workers("loop_set", *map(int, varied))):
+            result.note(f"{labels}: EVERY and TOKENS did not hold: the scheduler is in another process than the worker")
     tasks = [asyncio.ensure_future(load.play_for_ever()) for _ in range(int(number))]
     try:
         await asyncio.sleep(args.warm_s)

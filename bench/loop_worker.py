@@ -31,12 +31,13 @@ class LoopScheduler(BurstScheduler):
 class LoopWatcher(WeightReceiver):
     """What the product's own extension does, and these RPCs."""
 
-    def loop_set(self, admit_every: int, step_tokens: int | None = None) -> None:
-        """For all steps from now on; `step_tokens` at most what the engine was started with."""
-        scheduler = LoopScheduler.latest
-        assert scheduler is not None
+    def loop_set(self, admit_every: int, step_tokens: int | None = None) -> bool:
+        """For all steps from now on; `step_tokens` at most what the engine was started with. False: the scheduler lives elsewhere."""
+        if (scheduler := LoopScheduler.latest) is None:
+            return False
         scheduler.admit_every = admit_every
         scheduler.max_num_scheduled_tokens = step_tokens or scheduler.max_num_scheduled_tokens
+        return True
 
     def loop_graphs(self, is_on: bool) -> None:
         """Replay CUDA graphs, or run each step without."""
