@@ -35,6 +35,10 @@ from bench.models import model_folder
 
 _TRACE_S = 1.0
 _CHECKED = 48
+_CHECKED_AGAIN = 12
+"""By transformers."""
+Made = tuple[dict[str, Any], list[tuple[list[int], list[float]]]]
+"""Labels; (prompt and reply, the reply's logprobs)."""
 _LENGTHS = (3, 20, 70, 150, 400, 1000, 1500)
 """Of prompts, in tokens: with those of the episodes one of every kind of CUDA graph."""
 _NO_NUMBER = 1e9
@@ -95,7 +99,7 @@ class Load:
     """Keeps episodes going and counts."""
 
     def __init__(self, engine: Any, shape: Shape) -> None:
-        self._engine, self._shape, self._episodes = engine, shape, Episodes(shape, engine._vocab_size)
+        self._engine, self._shape, self._episodes = engine, shape, Episodes(shape, engine.vocab_size)
         self.num_requests = self.num_tokens = self.num_cached = self.num_prompt = 0
         self.latencies: list[float] = []
         self.made: deque[tuple[list[int], list[float]]] = deque(maxlen=_CHECKED)
@@ -124,15 +128,11 @@ class Load:
         return made.ids
 
 
-async def measure(result: Result, engine: Any, args: argparse.Namespace, case: str, when: str) -> None:
-    """What stretches of `--seconds` show."""
-    shape, number, *varied = case.split(":")
+async def measure(result: Result, engine: Any, args: argparse.Namespace, case: str, when: str) -> Made:
+    """What stretches of `--seconds` show. Some of what was generated."""
+    shape, _, number = case.partition(":")
     load = Load(engine, SHAPES[shape])
     labels = {"episodes": shape, "at_a_time": int(number)} | ({"when": when} if when else {})
-    if varied:
-        labels |= dict(zip(("admit_every", "step_tokens"), map(int, varied), strict=False))
-        if not all(await engine.call_workers("loop_set", *map(int, varied))):
-            result.note(f"{labels}: EVERY and TOKENS did not hold: the scheduler is in another process than the worker")
     tasks = [asyncio.ensure_future(load.play_for_ever()) for _ in range(int(number))]
     try:
         await asyncio.sleep(args.warm_s)
@@ -147,6 +147,7 @@ async def measure(result: Result, engine: Any, args: argparse.Namespace, case: s
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     await _check(result, engine, load, labels)
+    return labels, list(load.made)[:_CHECKED_AGAIN]
 
 
 async def _check(result: Result, engine: Any, load: Load, labels: dict[str, Any]) -> None:
@@ -155,13 +156,13 @@ async def _check(result: Result, engine: Any, load: Load, labels: dict[str, Any]
     prompts = [longest[:length] for length in _LENGTHS if length < len(longest)] + [longest]
     in_graphs = [await engine.forced_logprobs("check", ids) for ids in prompts]
     under_load: list[float] = []
-    await engine.call_workers("loop_graphs", False)
+    await engine.call_workers("graphs_on", False)
     try:
         for ids, logprobs in load.made:
             under_load += _differences(logprobs, await engine.forced_logprobs("check", ids))
         prompted = [_differences(seen, await engine.forced_logprobs("check", ids)) for ids, seen in zip(prompts, in_graphs, strict=True)]
     finally:
-        await engine.call_workers("loop_graphs", True)
+        await engine.call_workers("graphs_on", True)
     result.add("|logprob under load - alone|", under_load, "nats", "lower", **labels)
     result.add("|logprob in graphs - without|, most of a prompt", [max(values) for values in prompted], "nats", "lower", **labels)
     everywhere = list(itertools.chain(*prompted))
@@ -248,17 +249,36 @@ def _threads(core: psutil.Process) -> dict[str, float]:
     return names
 
 
-async def measure_all(result: Result, engine: Any, args: argparse.Namespace) -> None:
+async def measure_all(result: Result, engine: Any, args: argparse.Namespace, made: list[Made]) -> None:
     for gate in [Path(file) for file in args.when] or [None]:
         print(f"waits for {gate}" if gate else "begins", file=sys.stderr, flush=True)
         while gate is not None and not gate.exists():
             await asyncio.sleep(0.02)
         if gate is not None and gate.stat().st_size:
-            return
-        for case in args.cases:
-            await measure(result, engine, args, case, gate.name if gate else "")
+            break
+        made += [await measure(result, engine, args, case, gate.name if gate else "") for case in args.cases]
         if gate is not None:
             gate.with_name(f"{gate.name}-{os.getpid()}-done").touch()
+
+
+def compare_with_transformers(result: Result, model: Path, made: list[Made]) -> None:
+    """Logprobs under load against those of the same tokens by transformers in float32: the rounding of vLLM's dtype, and no more."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
+    for labels, sequences in made:
+        differences: list[float] = []
+        for ids, logprobs in sequences:
+            tokens = torch.tensor([ids], device=device)
+            with torch.no_grad():
+                rows = reference(tokens).logits[0, -len(logprobs) - 1 : -1].float().log_softmax(-1)
+            wanted = rows.gather(1, tokens[0, -len(logprobs) :, None])[:, 0]
+            differences += _differences(logprobs, wanted.tolist())
+        result.add("|logprob under load - transformers, float32|", differences, "nats", "lower", **labels)
+        seen = f"median {statistics.median(differences):.3g}, p95 {np.percentile(differences, 95):.3g}, most {max(differences):.3g}"
+        print(f"off from transformers {labels}: {seen}", file=sys.stderr, flush=True)
 
 
 def settings(args: argparse.Namespace, model: Path, folder: str) -> Any:
@@ -270,7 +290,7 @@ def settings(args: argparse.Namespace, model: Path, folder: str) -> Any:
     num_gpus = torch.cuda.device_count()
     values = {
         "model_path": str(model), "tw_game_dir": folder, "tw_history_token_window": args.window, "max_length": args.window,
-        "fsdp_world_size": 1, "vllm_max_num_seqs": max(int(case.split(":")[1]) for case in args.cases),
+        "fsdp_world_size": 1, "vllm_max_num_seqs": max(int(case.partition(":")[2]) for case in args.cases),
         "vllm_max_num_batched_tokens": args.step_tokens, "kv_cache_gib": args.kv_cache_gib if num_gpus else None,
         "placement": "colocated" if num_gpus else "cpu",
     }  # fmt: skip
@@ -287,10 +307,6 @@ def start(args: argparse.Namespace, model: Path, folder: str) -> Any:
     arguments = engine.engine_arguments
     changed = {name: json.loads(value) for name, _, value in (word.partition("=") for word in args.set)}
     changed["worker_extension_cls"] = "bench.loop_worker.LoopWatcher"
-    if any(case.count(":") > 1 for case in args.cases):
-        changed["scheduler_cls"] = "bench.loop_worker.LoopScheduler"
-    if args.bounded:
-        os.environ["ENGINE_LOOP_BOUNDED"] = "1"
     engine.engine_arguments = lambda config, replica: arguments(config, replica) | changed
     return engine.Engine.start(config, [], load_format="auto")
 
@@ -298,8 +314,8 @@ def start(args: argparse.Namespace, model: Path, folder: str) -> Any:
 def main() -> None:
     parser = make_parser(__doc__, repeats=2)
     parser.add_argument("--model", default="demo", help="demo, 4m, 25m, 0.75b, or a model folder (default demo)")
-    shapes = f"{', '.join(SHAPES)}; EVERY: steps from one admission of new requests to the next, TOKENS of a step, --step-tokens at most"
-    parser.add_argument("--cases", nargs="+", default=["trained:128"], metavar="EPISODES:N[:EVERY[:TOKENS]]", help=f"in turn: {shapes}")
+    shapes = ", ".join(SHAPES)
+    parser.add_argument("--cases", nargs="+", default=["trained:128"], metavar="EPISODES:N", help=f"one after the other: {shapes}")
     parser.add_argument("--watched", nargs="*", metavar="EPISODES:N", help="cases for --trace and --profiler (default: the first)")
     parser.add_argument("--window", type=int, default=4096, help="longest prompt and reply")
     parser.add_argument("--step-tokens", type=int, default=8192, help="most tokens of one vLLM step")
@@ -307,7 +323,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="of each stretch")
     parser.add_argument("--warm-s", type=float, default=4.0, help="before the first")
     parser.add_argument("--trace", action="store_true", help="after the stretches: kernels of a second, by torch's profiler")
-    parser.add_argument("--bounded", action="store_true", help="FlashAttention's lengths are the bounds of all steps")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=JSON", help="arguments of vLLM")
     parser.add_argument("--keep-env", nargs="*", default=[], metavar="NAME", help="variables that the run's own table must not set")
     parser.add_argument("--profiler", default="", help="a command run beside each stretch; {pid}, {seconds} and {case} in it")
@@ -321,13 +336,15 @@ def main() -> None:
 
     with TemporaryDirectory() as temporary:
         Path(temporary, "none.z8").touch()
-        started = time.monotonic()
-        engine = start(args, model_folder(args.model, Path(temporary)), temporary)
+        started, model = time.monotonic(), model_folder(args.model, Path(temporary))
+        engine = start(args, model, temporary)
+        made: list[Made] = []
         result.add("engine's start", time.monotonic() - started, "s", "lower")
         try:
-            run_loop(measure_all(result, engine, args))
+            run_loop(measure_all(result, engine, args, made))
         finally:
             engine.close()
+        compare_with_transformers(result, model, made)
     result.finish()
 
 

@@ -3,49 +3,17 @@
 On one GPU the worker lives in EngineCore's own process, and an RPC runs in its loop between two steps.
 """
 
-import os
 import time
 from collections import Counter
 from typing import Any
 
 import torch
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from accerl_mp.inference.bursts import BurstScheduler
-from accerl_mp.weight_sync.receiver import WeightReceiver
-
-if os.environ.get("ENGINE_LOOP_BOUNDED"):
-    register_backend(AttentionBackendEnum.FLASH_ATTN, "accerl_mp.inference.whole_graphs.BoundedBackend")
+from accerl_mp.inference.worker import EngineWorker
 
 
-class LoopScheduler(BurstScheduler):
-    """The product's, within reach of the worker in the same process."""
-
-    latest: "LoopScheduler | None" = None
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        LoopScheduler.latest = self
-
-
-class LoopWatcher(WeightReceiver):
+class LoopWatcher(EngineWorker):
     """What the product's own extension does, and these RPCs."""
-
-    def loop_set(self, admit_every: int, step_tokens: int | None = None) -> bool:
-        """For all steps from now on; `step_tokens` at most what the engine was started with. False: the scheduler lives elsewhere."""
-        if (scheduler := LoopScheduler.latest) is None:
-            return False
-        scheduler.admit_every = admit_every
-        scheduler.max_num_scheduled_tokens = step_tokens or scheduler.max_num_scheduled_tokens
-        return True
-
-    def loop_graphs(self, is_on: bool) -> None:
-        """Replay CUDA graphs, or run each step without."""
-        runner: Any = self.model_runner  # type: ignore[attr-defined]
-        if hasattr(runner, "cudagraph_manager") and runner.cudagraph_manager is not None:
-            runner.cudagraph_manager._graphs_captured = is_on
-        elif hasattr(runner, "cudagraph_dispatcher"):
-            runner.cudagraph_dispatcher.keys_initialized = is_on
 
     def loop_start(self) -> None:
         """Note every step from now on."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accerl_mp.config import SyncConfig
 from accerl_mp.inference.front import RequestFront
+from accerl_mp.inference.graphs import leave_wrong_graphs
 from accerl_mp.weight_sync.protocol import FAILED, PROGRESS
 
 if TYPE_CHECKING:
@@ -123,6 +124,8 @@ class PushControl:
         return {"logprobs": await self._engine.forced_logprobs(key, ids)}
 
     async def _open(self) -> None:
+        if self._engine.has_whole_graphs:
+            await leave_wrong_graphs(self._engine)
         self.is_open = True
         self._front.release()
 

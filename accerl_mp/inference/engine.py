@@ -23,6 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from accerl_mp.config import Config
+from accerl_mp.inference.graphs import WHOLE, graph_arguments
 from accerl_mp.inference.order import OutputOrder
 from accerl_mp.inference.replies import EngineLost, Generation
 from accerl_mp.inference.supported import warning_of
@@ -31,11 +32,6 @@ from accerl_mp.model_folder import CPU_KV_CACHE_GIB
 _BLOCK_SIZE = {"cpu": 32, "gpu": 64}
 """Tokens of a KV block. vLLM's CPU default of 128 would share almost nothing of a prompt of 170 tokens; its GPU default of 16 has
 four times as many blocks to hash (75 us for 1,000 tokens in blocks of 16, 27 in blocks of 64, at every request) and to keep books of."""
-
-_GRAPH_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 512, 32), *range(512, 2049, 128))
-"""Tokens of a step that has a CUDA graph. vLLM's own end at twice --vllm-max-num-seqs, so that a step with a new turn's prompt in it has
-none; where many episodes play that is nearly every step, and one took 38 ms with a model of 135M on an H200. Above 2,048 tokens
-FlashAttention's buffers for split keys, which go with them, would take gigabytes of a large model's memory."""
 
 _STOP_S = 1.0
 """Grace of vLLM's processes at the end. They have nothing to save, and left alone they take 6 s to take themselves apart."""
@@ -55,30 +51,37 @@ class EngineError(RuntimeError):
 class Engine:
     """One vLLM engine with dummy weights until the first push."""
 
-    def __init__(self, llm: AsyncLLM, stop_ids: list[int], *, num_workers: int, max_model_len: int) -> None:
+    def __init__(self, llm: AsyncLLM, stop_ids: list[int], *, num_workers: int, max_model_len: int, has_whole_graphs: bool) -> None:
         self._llm = llm
         self._stop_ids = stop_ids
         self.num_workers = num_workers
         self.max_model_len = max_model_len
+        self.has_whole_graphs = has_whole_graphs
         self._outputs = OutputOrder(llm)
-        self._vocab_size = llm.model_config.get_vocab_size()
+        self.vocab_size = llm.model_config.get_vocab_size()
         self._numbers = itertools.count()
         self._templates: dict[tuple[int, float, float], Any] = {}
         """Requests as vLLM makes them of these settings, to be copied."""
 
     @classmethod
-    def start(cls, config: Config, stop_ids: list[int], *, replica: int = 0, load_format: str = "dummy") -> "Engine":
+    def start(
+        cls, config: Config, stop_ids: list[int], *, replica: int = 0, load_format: str = "dummy", whole_graphs: bool = True
+    ) -> "Engine":
         """Start vLLM's processes and wait until they are ready. Holds this thread: 25 s here, longer where vLLM compiles.
 
         load_format: "dummy" for weights that a push will bring, "auto" for those of the model's folder
+        whole_graphs: where they can be; who takes them asks `graphs.leave_wrong_graphs` before it generates
         """
         if warning := warning_of(vllm.__version__):
             _log.warning(warning)
         start = time.monotonic()
         arguments = engine_arguments(config, replica) | {"load_format": load_format}
+        if not whole_graphs:
+            arguments = {name: value for name, value in arguments.items() if name not in WHOLE}
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         _log.info("vLLM %s is ready after %.1f s", vllm.__version__, time.monotonic() - start)
-        return cls(llm, stop_ids, num_workers=config.inference.infer_tp_size, max_model_len=arguments["max_model_len"])
+        shape = {"num_workers": config.inference.infer_tp_size, "max_model_len": arguments["max_model_len"]}
+        return cls(llm, stop_ids, **shape, has_whole_graphs="compilation_config" in arguments)
 
     async def generate(
         self,
@@ -203,8 +206,8 @@ class Engine:
         if not 0 < len(ids) < self.max_model_len:
             raise EngineError(f"a prompt of {len(ids)} tokens: vLLM takes 1 to {self.max_model_len - 1} (--vllm-max-model-len)")
         lowest, highest = int(ids.min()), int(ids.max())
-        if not 0 <= lowest <= highest < self._vocab_size:
-            raise EngineError(f"token ids must be below {self._vocab_size} and not negative, got {lowest} to {highest}")
+        if not 0 <= lowest <= highest < self.vocab_size:
+            raise EngineError(f"token ids must be below {self.vocab_size} and not negative, got {lowest} to {highest}")
 
 
 @contextlib.contextmanager
@@ -238,7 +241,7 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
         "tensor_parallel_size": inference.infer_tp_size,
         "enable_expert_parallel": inference.enable_expert_parallel,
         "enforce_eager": inference.enforce_eager or is_cpu,
-        "worker_extension_cls": "accerl_mp.weight_sync.receiver.WeightReceiver",
+        "worker_extension_cls": "accerl_mp.inference.worker.EngineWorker",
         "disable_log_stats": True,
         "block_size": _BLOCK_SIZE["cpu" if is_cpu else "gpu"],
     }
@@ -247,5 +250,5 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
     if inference.kv_cache_gib:  # vLLM then measures nothing, which a trainer on the same card would disturb
         arguments["kv_cache_memory_bytes"] = int(inference.kv_cache_gib * 2**30)
     if not arguments["enforce_eager"]:
-        arguments["cudagraph_capture_sizes"] = [size for size in _GRAPH_SIZES if size <= arguments["max_num_batched_tokens"]]
+        arguments |= graph_arguments(inference, vllm.__version__, arguments["max_num_batched_tokens"])
     return arguments | {"gpu_memory_utilization": inference.gpu_memory_utilization}

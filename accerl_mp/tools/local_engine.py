@@ -127,7 +127,7 @@ def _engine(config: Config) -> Iterator[LocalEngine]:
             raise ConfigError(problems)
         stop_ids, tokenizer = find_stop_ids(folder, config.inference.infer_stop), Tokenizer.load(folder)
     with _interruptible():
-        engine = Engine.start(config, stop_ids, load_format="auto")
+        engine = Engine.start(config, stop_ids, load_format="auto", whole_graphs=False)
     try:
         yield LocalEngine(engine, tokenizer)
     finally:
