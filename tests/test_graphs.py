@@ -48,9 +48,9 @@ class Graphs:
     async def generate(self, key: str, ids: list[int], *, max_tokens: int, **_: Any) -> Generation:
         self.num_made += 1
         self.lengths.add(len(ids))
+        made, error = list(range(max_tokens)), self.wrong if self.is_on and self.num_made % self.share == 0 else 0.0
         await asyncio.sleep(0)
-        made = list(range(max_tokens))
-        seen = [-1.0 - index + self._error() for index in range(max_tokens)]
+        seen = [-1.0 - index + error for index in range(max_tokens)]
         return Generation(ids=made, logprobs=seen, finish_reason="length", num_cached_tokens=0)
 
     async def forced_logprobs(self, key: str, ids: list[int]) -> list[float]:
@@ -61,9 +61,6 @@ class Graphs:
     async def call_workers(self, method: str, is_on: bool) -> None:
         assert method == "graphs_on"
         self.is_on = is_on
-
-    def _error(self) -> float:
-        return self.wrong if self.is_on and self.num_made % self.share == 0 else 0.0
 
 
 @pytest.mark.parametrize(

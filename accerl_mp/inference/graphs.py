@@ -68,14 +68,13 @@ async def leave_wrong_graphs(engine: "Engine") -> float:
 
 
 async def _off_by(engine: "Engine") -> float:
-    """Mean of |logprob in graphs - without| in nats, of what is worst: replies under load or prompts alone, of one length. inf: no number."""
+    """Mean of |logprob in graphs - without| in nats, of what is worst: replies under load or prompts, of one length. inf: no number."""
     rng = random.Random(0)
     lengths = [length for length in _LENGTHS if length + _REPLY < engine.max_model_len]
     prompts = [[rng.randrange(engine.vocab_size) for _ in range(length)] for _ in range(_EACH) for length in lengths]
     replies = [engine.generate("graphs", ids, max_tokens=_REPLY, temperature=1.0, salt="graphs") for ids in prompts]
-    made = [
-        (("replies", len(ids)), ids + reply.ids, reply.logprobs) for ids, reply in zip(prompts, await asyncio.gather(*replies), strict=True)
-    ]
+    answers = await asyncio.gather(*replies)
+    made = [(("replies", len(ids)), ids + reply.ids, reply.logprobs) for ids, reply in zip(prompts, answers, strict=True)]
     made += [(("prompts", len(ids)), ids, await engine.forced_logprobs("graphs", ids)) for ids in prompts[: len(lengths)]]
     await engine.call_workers("graphs_on", False)
     try:
