@@ -26,6 +26,7 @@ class ScriptedEngine:
     """
 
     num_workers = 1
+    has_whole_graphs = False
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
