@@ -24,6 +24,8 @@ from bench.common import ResultError, read_result, short
 
 WIDTH, BAR = 9.0, 0.32
 """Inches."""
+_DOTS_AN_INCH, _MOST_BYTES = (110, 95, 80, 65), 200 << 10
+"""As fine as fits."""
 
 
 def panels_of(result: dict[str, Any]) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[dict[str, Any]]]]:
@@ -78,7 +80,10 @@ def plot(result: dict[str, Any], file: Path, *, curves_alone: bool = False) -> N
         draw(axes, title, content)
     machine = result["hardware"]
     figure.suptitle(f"bench/{result['bench']}.py at {result['commit']}, {machine['cores']} cores, {machine['gpus']} GPUs", fontsize=10)
-    figure.savefig(file, dpi=110)
+    for dots_an_inch in _DOTS_AN_INCH:
+        figure.savefig(file, dpi=dots_an_inch)
+        if file.stat().st_size <= _MOST_BYTES:
+            break
     plt.close(figure)
 
 

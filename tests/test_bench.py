@@ -81,6 +81,15 @@ def test_a_result_of_what_a_run_has_learned(tmp_path: Path) -> None:
     assert 0 < (tmp_path / "learning.png").stat().st_size < 200 << 10
 
 
+def test_a_plot_of_many_points_is_as_coarse_as_it_must_be(tmp_path: Path) -> None:
+    run_script(
+        "bench/plots.py", ROOT / "bench" / "results" / "2026-11-30-learning-whole-graphs-smollm2-1-h200.json", "--curves", "--out", tmp_path
+    )
+    (file,) = tmp_path.glob("*.png")
+    assert file.stat().st_size <= 200 << 10
+    assert all(file.stat().st_size <= 200 << 10 for file in (ROOT / "bench" / "results").glob("*.png"))
+
+
 def test_a_run_that_fails_costs_one_row_of_a_scaling_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have taken minutes: what they measured is kept, and the knee is among them."""
 
