@@ -10,7 +10,7 @@ import pytest
 from engine_fixture import InferenceRun, RequestClient, engine, logprobs_of, start_inference  # noqa: F401 (fixtures)
 
 from accerl_mp.config import Config
-from accerl_mp.inference.graphs import WHOLE, graph_arguments, leave_wrong_graphs
+from accerl_mp.inference.graphs import WHOLE, GraphGuard, graph_arguments
 from accerl_mp.inference.replies import Generation
 
 pytestmark = pytest.mark.timeout(180)
@@ -35,52 +35,110 @@ def test_whole_graphs_are_taken_where_they_were_compared(flags: dict[str, Any], 
 
 
 class Graphs:
-    """An engine whose logprobs are off by `wrong` nats in every `share`-th reply, in graphs alone."""
+    """An engine whose logprobs are off by `wrong` nats in graphs, in every `share`-th reply or prompt of fewer than `below` tokens."""
 
-    max_model_len, vocab_size = 4096, 500
+    vocab_size, has_whole_graphs = 500, True
 
-    def __init__(self, *, wrong: float, share: int) -> None:
-        self.wrong, self.share = wrong, share
+    def __init__(self, wrong: float = 0.0, *, share: int = 1, below: int = 9999, max_model_len: int = 4096, switches: bool = True) -> None:
+        self.wrong, self.share, self.below, self.max_model_len, self.switches = wrong, share, below, max_model_len, switches
         self.is_on = True
-        self.num_made = 0
-        self.lengths: set[int] = set()
+        self.num_made = self.num_running = 0
+        self.most_running = 0
+        self.sent: list[int] = []
+        self.delay_s = 0.0
 
     async def generate(self, key: str, ids: list[int], *, max_tokens: int, **_: Any) -> Generation:
-        self.num_made += 1
-        self.lengths.add(len(ids))
-        made, error = list(range(max_tokens)), self.wrong if self.is_on and self.num_made % self.share == 0 else 0.0
-        await asyncio.sleep(0)
-        seen = [-1.0 - index + error for index in range(max_tokens)]
-        return Generation(ids=made, logprobs=seen, finish_reason="length", num_cached_tokens=0)
+        self.sent.append(len(ids))
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        for _step in range(max_tokens):
+            await asyncio.sleep(self.delay_s)
+        self.num_running -= 1
+        made = list(range(1, max_tokens + 1))
+        logprobs = self._logprobs([*ids, *made], len(ids))[-max_tokens:]
+        return Generation(ids=made, logprobs=logprobs, finish_reason="length", num_cached_tokens=0)
 
     async def forced_logprobs(self, key: str, ids: list[int]) -> list[float]:
-        self.num_made += 1
-        prompt = len(ids) - 6 if ids[-6:] == list(range(6)) else len(ids)
-        return [0.0] * prompt + [-1.0 - index for index in range(len(ids) - prompt)]
+        return self._logprobs(ids, len(ids))
 
-    async def call_workers(self, method: str, is_on: bool) -> None:
+    async def call_workers(self, method: str, is_on: bool) -> list[bool]:
         assert method == "graphs_on"
-        self.is_on = is_on
+        if self.switches:
+            self.is_on = is_on
+        return [self.switches]
+
+    def _logprobs(self, ids: list[int], prompt: int) -> list[float]:
+        self.num_made += 1
+        is_wrong = self.is_on and self.num_made % self.share == 0 and prompt < self.below
+        return [-1.0 - token / 100 + (self.wrong if is_wrong else 0.0) for token in ids]
+
+
+def ask(engine: Graphs, timeout_s: float = 20.0) -> GraphGuard:  # noqa: F811
+    guard = GraphGuard(engine, timeout_s)  # type: ignore[arg-type]
+    asyncio.run(guard.ask())
+    return guard
 
 
 @pytest.mark.parametrize(
-    ("wrong", "share", "expected"), [(0.0, 1, True), (0.1, 1, True), (5.0, 1, False), (5.0, 12, False), (math.nan, 30, False)]
+    ("fault", "expected"),
+    [
+        ({"wrong": 0.0}, True),
+        ({"wrong": 0.1}, True),
+        ({"wrong": 5.0}, False),
+        ({"wrong": 5.0, "share": 12}, False),
+        ({"wrong": 5.0, "below": 9}, False),
+        ({"wrong": math.nan, "share": 30}, False),
+        ({"wrong": 5.0, "max_model_len": 40}, False),
+        ({"wrong": 5.0, "max_model_len": 8}, True),
+    ],
 )
-def test_graphs_stay_on_only_if_they_are_right(wrong: float, share: int, expected: bool) -> None:
-    engine = Graphs(wrong=wrong, share=share)  # noqa: F811
-    difference = asyncio.run(leave_wrong_graphs(engine))  # type: ignore[arg-type]
+def test_graphs_stay_on_only_if_they_are_right(fault: dict[str, Any], expected: bool) -> None:
+    engine = Graphs(**fault)  # noqa: F811
+    guard = ask(engine)
     assert engine.is_on is expected
-    assert (difference < 0.15) is expected
-    assert min(engine.lengths) < 10, "steps of a few tokens are another kind of graph"
-    assert max(engine.lengths) > 1024
+    assert (guard.difference <= 0.15) is expected
+
+
+def test_the_load_has_steps_of_every_kind() -> None:
+    engine = Graphs()  # noqa: F811
+    ask(engine)
+    assert min(engine.sent) < 10, "steps of a few tokens are another kind of graph"
+    assert max(engine.sent) >= 1000
+    assert engine.most_running > 8, "prompts come in while others decode"
+
+
+def test_an_engine_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its group is formed anew, and requests are opened anew, whenever a rank is started again."""
+    engine = Graphs(wrong=5.0)  # noqa: F811
+    guard = ask(engine)
+    num_sent = len(engine.sent)
+    asyncio.run(guard.ask())
+    assert engine.is_on is False
+    assert len(engine.sent) == num_sent
+
+
+def test_an_engine_that_cannot_be_asked_in_time_goes_on_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Graphs()  # noqa: F811
+    engine.delay_s = 30.0
+    guard = ask(engine, timeout_s=0.1)
+    assert engine.is_on is False
+    assert math.isinf(guard.difference)
+    assert "could not be compared" in caplog.text
+
+
+def test_graphs_that_cannot_be_turned_off_are_not_said_to_agree(caplog: pytest.LogCaptureFixture) -> None:
+    guard = ask(Graphs(switches=False))
+    assert math.isinf(guard.difference)
+    assert "is not known" in caplog.text
 
 
 @pytest.mark.vllm
-def test_an_engine_whose_graphs_are_wrong_goes_on_without(tmp_path: Path) -> None:
+def test_an_engine_whose_graphs_are_wrong_goes_on_without_and_its_pushes_are_verified(tmp_path: Path) -> None:
     with start_inference(tmp_path, program=Path(__file__).parent / "wrong_graphs_inference.py") as run:
         run.connect()
         run.push(0)
-        assert "CUDA graphs give wrong logprobs here" in run.log
+        run.push(1)
+        assert len({line for line in run.log.splitlines() if "vLLM goes on without them" in line}) == 1, "asked once"
         client = RequestClient(run)
         prompts = {client.send(prompt := list(range(10, 20 + index)), max_tokens=6): prompt for index in range(12)}
         try:
@@ -95,6 +153,5 @@ def test_an_engine_whose_graphs_are_wrong_goes_on_without(tmp_path: Path) -> Non
 
 
 @pytest.mark.vllm
-def test_right_ones_stay(engine: InferenceRun) -> None:  # noqa: F811
-    """There are no graphs here, so steps with and without them are the same: the engine is not asked at all."""
+def test_an_engine_without_graphs_is_not_asked(engine: InferenceRun) -> None:  # noqa: F811
     assert "CUDA graphs" not in engine.log

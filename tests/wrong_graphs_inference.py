@@ -1,4 +1,4 @@
-"""An inference process whose steps of more than one request are wrong as long as they run in graphs. (On a CPU there are none.)"""
+"""An inference process whose steps are wrong as long as they run in graphs. (On a CPU there are none.)"""
 
 import importlib.util
 from typing import Any
@@ -21,7 +21,7 @@ class WrongGraphs(EngineWorker):
         self.in_graphs = True
 
         def execute_model(scheduled: Any, *rest: Any) -> Any:
-            is_wrong = self.in_graphs and len(scheduled.num_scheduled_tokens) > 1
+            is_wrong = self.in_graphs
             weight = runner.get_model().model.norm.weight
             if is_wrong:
                 weight.data.mul_(2)
@@ -32,8 +32,9 @@ class WrongGraphs(EngineWorker):
 
         runner.execute_model = execute_model
 
-    def graphs_on(self, is_on: bool) -> None:
+    def graphs_on(self, is_on: bool) -> bool:
         self.in_graphs = is_on
+        return True
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accerl_mp.config import SyncConfig
 from accerl_mp.inference.front import RequestFront
-from accerl_mp.inference.graphs import leave_wrong_graphs
+from accerl_mp.inference.graphs import GraphGuard
 from accerl_mp.weight_sync.protocol import FAILED, PROGRESS
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class PushControl:
     def __init__(self, engine: "Engine", front: RequestFront, *, session: str, sync: SyncConfig) -> None:
         self._engine, self._front = engine, front
         self._session, self._sync = session, sync
+        self._graphs = GraphGuard(engine, sync.sync_timeout_s / 3)
         self._pause_mode = "abort" if sync.sync_mode == "drain" else "keep"
         # A drained engine has no request whose KV could stay, and the reference clears the cache at each push.
         self._clears_cache = sync.sync_mode == "drain" or sync.kv_on_sync == "recompute"
@@ -120,12 +121,12 @@ class PushControl:
         self._path = reports[0]["path"]
 
     async def _probe(self, ids: list[int]) -> dict[str, Any]:
+        await self._graphs.ask()  # first: wrong graphs must not pass for wrong weights
         key = f"probe-{time.monotonic_ns()}"
         return {"logprobs": await self._engine.forced_logprobs(key, ids)}
 
     async def _open(self) -> None:
-        if self._engine.has_whole_graphs:
-            await leave_wrong_graphs(self._engine)
+        await self._graphs.ask()
         self.is_open = True
         self._front.release()
 

@@ -70,7 +70,7 @@ class Engine:
         """Start vLLM's processes and wait until they are ready. Holds this thread: 25 s here, longer where vLLM compiles.
 
         load_format: "dummy" for weights that a push will bring, "auto" for those of the model's folder
-        whole_graphs: where they can be; who takes them asks `graphs.leave_wrong_graphs` before it generates
+        whole_graphs: where they can be; who takes them asks a `graphs.GraphGuard` before it generates
         """
         if warning := warning_of(vllm.__version__):
             _log.warning(warning)

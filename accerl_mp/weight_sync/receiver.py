@@ -9,6 +9,7 @@ What differs between vLLM 0.24 and 0.32, all of it (the rest of this project kno
 |---|---|---|---|
 | tokens of a request | on GPU `req_states` (vllm/v1/worker/gpu) or `requests`, by model | `requests` on CPU | `TokenCounts` |
 | a tied LM head in a reload | (not run on CPU) | keeps its packed dummy weights on CPU | `_repack_tied_head` |
+| CUDA graphs of steps with prompts | whole, lengths bounded | vLLM's own (not compared) | inference/graphs.py, bounds.py |
 | a refused request raises | ValueError | VLLMError | inference/engine.py, `_VLLM_ERROR` |
 """
 
