@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import mmap
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from accerl_mp.ingest.dealer import Dealer, Schedule
 from accerl_mp.ingest.strikes import StrikesFile
 from accerl_mp.launcher.resuming import plan_restart, plan_start
 from accerl_mp.launcher.summary import failure_lines, success_lines
-from accerl_mp.launcher.sweep import sweep
+from accerl_mp.launcher.sweep import note_foreign, sweep
 from accerl_mp.recovery import Start, StateError
 from accerl_mp.stats.status import Status
 from accerl_mp.topology import RunPaths
@@ -210,3 +212,19 @@ def test_a_damaged_list_of_shared_memory_removes_nothing_else(run_dir: Path, tmp
     assert sweep(RunPaths(run_dir)) == []
     assert (tmp_path / "thesis.txt").exists()
     assert (tmp_path / "photos").exists()
+
+
+@pytest.mark.parametrize("name", ["psm_", "sem.mp-", "vllm_dist_"])
+def test_shared_memory_of_libraries_goes_with_the_run(tmp_path: Path, name: str) -> None:
+    """Of processes that were killed: what they had mapped under such a name, and nothing else."""
+    file, other = (Path(f"/dev/shm/{name}accerl-test-{os.getpid()}{ending}") for ending in ("", "-other"))
+    try:
+        for each in (file, other):
+            each.write_bytes(bytes(4096))
+        with file.open("r+b") as content, mmap.mmap(content.fileno(), 4096):
+            note_foreign(RunPaths(tmp_path), [os.getpid()])
+        sweep(RunPaths(tmp_path))
+        assert (file.exists(), other.exists()) == (False, True)
+    finally:
+        for each in (file, other):
+            each.unlink(missing_ok=True)

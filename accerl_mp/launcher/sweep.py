@@ -11,8 +11,8 @@ from accerl_mp.topology import RunPaths
 
 _FOREIGN = "shared.txt"
 """In the run folder: shared memory that libraries made under names of their own (vLLM: 160 MiB an engine)."""
-_FOREIGN_NAMES = ("/dev/shm/psm_", "/dev/shm/sem.mp-")
-"""multiprocessing's shared memory and semaphores."""
+_FOREIGN_NAMES = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
+"""multiprocessing's shared memory and semaphores, and what vLLM's CPU workers of one model share."""
 
 
 def leftovers(paths: RunPaths) -> list[Path]:
