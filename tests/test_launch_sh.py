@@ -327,6 +327,18 @@ def test_prepare_writes_the_run_folder(tmp_path: Path, model_and_games: list[str
     assert (said[0], said[-1]) == ("launch.sh: looks at the model and the games", "launch.sh: starting the run in a run")
 
 
+def test_preparing_that_is_stopped_leaves_no_temporary_folder(tmp_path: Path, model_and_games: list[str]) -> None:
+    (temporary := tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", "answer", "--", *model_and_games]
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE) as preparing:
+        wait_until(lambda: preparing.poll() is not None or any(temporary.glob("accerl-tokenizer-*")), 60)
+        preparing.terminate()
+        preparing.communicate(timeout=60)
+    assert preparing.returncode == 143
+    assert list(temporary.iterdir()) == []
+
+
 def test_a_start_that_goes_on_says_from_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     paths, name = RunPaths(tmp_path / "runs/x"), "step-000005-version-000006"

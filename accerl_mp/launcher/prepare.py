@@ -37,7 +37,6 @@ def main(argv: list[str]) -> int:
         cli.build_parser().print_help()
         return 0
     answer, words = _split(argv)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that its temporary folder goes too
     try:
         if _plays_demo_games(words):
             _make_demo_games()
@@ -224,4 +223,5 @@ def _shell_words(config: Config) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the temporary folder goes too
     sys.exit(main(sys.argv[1:]))
