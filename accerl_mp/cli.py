@@ -186,7 +186,7 @@ def _unwrap(hint: Any) -> tuple[type, list[str] | None]:
 
 
 def markdown() -> str:
-    """The tables of docs/flags.md, one a group."""
+    """The tables of accerl_mp/docs/flags.md, one a group."""
     tables = []
     for group in GROUPS.values():
         rows = [f"| `{option_of(f.name)}` | {_shown_default(f)} | {_escaped(f.metadata['help'])} |" for f in dataclasses.fields(group)]

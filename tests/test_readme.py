@@ -1,4 +1,4 @@
-"""The generated tables of the README and of docs/ are those of the code, links and paths lead somewhere, every flag is explained."""
+"""The tables of the README and of accerl_mp/docs/ are those of the code, links and paths lead somewhere, every flag is explained."""
 
 import re
 
@@ -50,7 +50,7 @@ def test_the_table_at_the_top_names_every_section_and_every_page() -> None:
     top = README[: README.index("## ")]
     named = set(re.findall(r"\]\(([^)]*)\)", top))
     sections = {f"#{anchor(name)}" for name in re.findall(r"^## (.*)$", README, re.M)}
-    assert named == sections | {f"docs/{page.name}" for page in PAGES if page.parent.name == "docs"}
+    assert named == sections | {f"accerl_mp/docs/{page.name}" for page in PAGES if page.parent.name == "docs"}
 
 
 def test_the_readme_can_be_read_in_one_go() -> None:
@@ -75,6 +75,6 @@ def test_the_pasted_debugger_shows_lines_that_are_there() -> None:
 
 
 def test_every_path_that_is_named_exists() -> None:
-    paths = set(re.findall(r"`((?:accerl_mp|tests|bench|docs)/[\w/.-]*|launch\.sh|requirements[\w-]*\.txt)`", ALL))
+    paths = set(re.findall(r"`((?:accerl_mp|tests|bench)/[\w/.-]*|launch\.sh|requirements[\w-]*\.txt)`", ALL))
     assert len(paths) > 20
     assert [path for path in paths if not (ROOT / path).exists()] == []

@@ -1,4 +1,4 @@
-"""Every command of the README and of docs/: its flags parse and pass the checks; what needs no GPU is run, as it stands there.
+"""Every command of the README and of accerl_mp/docs/: its flags parse and pass the checks; what needs no GPU is run, as it stands there.
 
 Commands are the lines of its bash blocks. Words such as MODEL_DIR stand for what a reader has; here for the demo's model and games.
 """

@@ -216,7 +216,7 @@ def expected(config: Config) -> set[str]:
 
 
 def markdown() -> str:
-    """The table of docs/metrics.md."""
+    """The table of accerl_mp/docs/metrics.md."""
     lines = ["| tag | unit | reduction | from | when | meaning |", "|---|---|---|---|---|---|"]
     for tag in (*TAGS.values(), *HISTOGRAMS.values()):
         axis = "" if tag.x_axis == "step" else f" (x axis: {tag.x_axis})"
