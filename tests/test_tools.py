@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import pkgutil
 import random
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,7 +23,20 @@ from transformers import AutoConfig
 
 from accerl_mp.rollout.env import TextWorldEnv
 from accerl_mp.rollout.prompt import SYSTEM
-from accerl_mp.tools import evaluate, game_files, gguf_model, make_demo_model, make_games, make_model, play, report, sft, top, walks
+from accerl_mp.tools import (
+    evaluate,
+    game_files,
+    gguf_model,
+    make_demo_model,
+    make_games,
+    make_model,
+    play,
+    processes,
+    report,
+    sft,
+    top,
+    walks,
+)
 from accerl_mp.tools.chat import load_chat
 from accerl_mp.tools.renaming import draw_renaming, made_up_words, name_words, renamer
 from accerl_mp.tools.warm_start import MISTAKE, PROMPT, REPLY, UNTRAINED, Batches, WalkExamples
@@ -341,6 +356,34 @@ def test_a_tool_ends_with_ctrl_c_and_leaves_no_process_when_it_is_killed(tool: s
     running.kill()
     running.communicate(timeout=60)
     assert wait_until_gone(running.pid) == []
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["multiprocessing.context.SpawnProcess.start", "concurrent.futures.process._ExecutorManagerThread.start"],
+    ids=["process", "thread"],
+)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_at_any_moment_of_a_task_s_hand_over_ends_a_pool_as_ctrl_c(moment: str, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder, name = moment.rsplit(".", 1)
+    holder = pkgutil.resolve_name(holder)
+    start, pids = getattr(holder, name), []
+
+    def pressed_at_start(self: object) -> None:
+        if when == "before":
+            signal.raise_signal(signal.SIGINT)
+        start(self)
+        pids.append(getattr(self, "pid", None))
+        if when == "after":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(holder, name, pressed_at_start)
+    with pytest.raises(KeyboardInterrupt), processes.open_pool(2) as pool:
+        pool.submit(time.sleep, 120)
+    assert pids
+    assert not [pid for pid in pids if pid and psutil.pid_exists(pid)]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_a_pool_ends_whose_tool_was_killed_before_it_began(tmp_path: Path) -> None:

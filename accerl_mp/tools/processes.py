@@ -4,39 +4,54 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
 
 from accerl_mp.transport.process import die_with_parent
 
 _started: list["_Process"] = []
 
 
-class _Process(SpawnProcess):
-    """Never sees Ctrl+C, not even while its interpreter starts: it inherits that the signal is blocked.
+@contextlib.contextmanager
+def _interrupt_put_off() -> Iterator[None]:
+    """Ctrl+C is raised after the block, not in it.
 
-    Nor is its parent interrupted before it has told it all: another thread may take the signal, so it is put off by a handler.
+    The signal is blocked for those who inherit that, and a handler puts it off, because another thread may take it.
     """
-
-    def start(self) -> None:
-        pressed: list[int] = []
-        resource_tracker.ensure_running()  # starting it would unblock the signal
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        handler = signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
-        try:
-            super().start()
-            _started.append(self)
-        finally:
-            signal.signal(signal.SIGINT, handler)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    pressed: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
         if pressed:
             raise KeyboardInterrupt
 
 
+class _Process(SpawnProcess):
+    """Never sees Ctrl+C, not even while its interpreter starts: it inherits that the signal is blocked."""
+
+    def start(self) -> None:
+        super().start()
+        _started.append(self)
+
+
 class _Context(SpawnContext):
     Process = _Process
+
+
+class _Pool(ProcessPoolExecutor):
+    """Ctrl+C waits until a task is handed over: half a hand-over, with a process or a thread that nobody knows of, cannot be shut down."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
+        resource_tracker.ensure_running()  # starting it in the block would unblock the signal
+        with _interrupt_put_off():
+            return super().submit(fn, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -45,7 +60,7 @@ def open_pool(num_processes: int) -> Iterator[ProcessPoolExecutor]:
 
     waits for      at the end, the tasks that are not done; after a failure, only until processes have left theirs
     """
-    pool, is_done = ProcessPoolExecutor(num_processes, mp_context=_Context(), initializer=_begin, initargs=(os.getpid(),)), False
+    pool, is_done = _Pool(num_processes, mp_context=_Context(), initializer=_begin, initargs=(os.getpid(),)), False
     try:
         yield pool
         is_done = True
