@@ -16,7 +16,6 @@ that still gave at least 10 % over the one before it.
 import argparse
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,19 @@ def compare_modes(result: Result, args: argparse.Namespace) -> None:
             return summary(args, Run(Path(args.read[list(sides).index(side)]), 0.0, 0.0), **options)
         return measure(args, *sides[side], **options)
 
-    runs = alternate({side: partial(run, side) for side in sides}, repeats=1 if args.read else args.repeats, warmup=0)
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    try:
+        alternate(
+            {side: lambda side=side: runs[side].append(run(side)) for side in sides}, repeats=1 if args.read else args.repeats, warmup=0
+        )
+    finally:
+        report_modes(result, {side: values[: min(map(len, runs.values()))] for side, values in runs.items()})
+
+
+def report_modes(result: Result, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Of whole pairs, however many there are."""
+    if not runs["asynchronous"]:
+        return
     for side, values in runs.items():
         result.add("trained samples", [value["samples_per_s"] for value in values], "samples/s", "higher", mode=side)
         result.add("trained tokens", [value["tokens_per_s"] for value in values], "tokens/s", "higher", mode=side)
@@ -88,7 +99,7 @@ def compare_modes(result: Result, args: argparse.Namespace) -> None:
             result.series("win rate against wall time", value["wins"], x="s", y="share won", mode=side)
         for tag in values[0]["shares"]:
             result.add(tag, [100 * value["shares"].get(tag, 0.0) for value in values], "% of wall time", mode=side)
-    ratio = result.ratio("samples/s asynchronous / synchronous", *([v["samples_per_s"] for v in runs[side]] for side in sides))
+    ratio = result.ratio("samples/s asynchronous / synchronous", *([v["samples_per_s"] for v in values] for values in runs.values()))
     result.target("samples/s asynchronous / synchronous", ratio, at_least=1.6)
 
 
@@ -133,12 +144,21 @@ def main() -> None:
     if args.quick:
         args.steps, args.repeats, args.workers, args.samples, args.models = 3, 1, [], [], []
     result = Result("end_to_end", args)
+    try:
+        measure_all(result, args)
+    except (KeyboardInterrupt, SystemExit):
+        result.note("ended before it was done: what had been measured by then")
+        result.finish()
+        raise
+    result.finish()
+
+
+def measure_all(result: Result, args: argparse.Namespace) -> None:
     compare_modes(result, args)
     scale(result, "rollout_workers", args.workers, lambda number: ("--num-rollout-workers", str(number)), args)
     scale(result, "samples_per_step_and_rank", args.samples, lambda number: ("--batch-size", str(number)), args)
     with tempfile.TemporaryDirectory() as temporary:
         scale(result, "model", args.models, lambda name: ("--model-path", str(model_folder(name, Path(temporary)))), args)
-    result.finish()
 
 
 if __name__ == "__main__":

@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="folder for what runs and scripts have said (default: forgotten)")
     args = parse(parser)
     if args.quick:
-        args.cpu, args.parts, args.rounds = True, ["placements"], 4  # fewer could all be of version 0
+        args.cpu, args.parts, args.chains, args.rounds = True, ["placements"], ["two"], 4  # fewer could all be of version 0
     with tempfile.TemporaryDirectory(prefix="accerl-four-") as folder:
         args.logs = args.logs or Path(folder) / "logs"
         args.logs.mkdir(parents=True, exist_ok=True)

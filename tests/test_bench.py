@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,14 +123,44 @@ def test_trainer_runs(tmp_path: Path) -> None:
     assert all(one["median"] > 0 for one in named(result, "memory, a step's peak beside the rest"))
 
 
-SLOW = ["rollout", "end_to_end", "sync_modes", "engines", "four_gpus", "engine_loop", "weight_sync"]
+@pytest.mark.parametrize(("num_runs", "num_pairs"), [(1, 0), (2, 1), (5, 2), (6, 3)])
+def test_what_was_measured_before_the_end_to_end_script_was_ended_is_kept(
+    num_runs: int, num_pairs: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runs: list[dict[str, Any]] = []
+
+    def measure(_: object, *flags: str, **__: object) -> dict[str, Any]:
+        if len(runs) == num_runs:
+            raise SystemExit(143)
+        values = {"samples_per_s": 1.0 if flags else 2.0, "tokens_per_s": 1.0, "samples": 8, "last_wins": 0.5}
+        runs.append(values | {"wins": [], "held_out": [], "shares": {}})
+        return runs[-1]
+
+    out = tmp_path / "result.json"
+    monkeypatch.setattr(end_to_end, "measure", measure)
+    monkeypatch.setattr(common.signal, "signal", lambda *_: None)  # this process keeps its own handlers
+    monkeypatch.setattr(sys, "argv", ["end_to_end.py", "--repeats", "4", "--out", str(out)])
+    with pytest.raises(SystemExit) as stopped:
+        end_to_end.main()
+    assert stopped.value.code == 143
+    result = json.loads(out.read_text())
+    assert [len(one["samples"]) for one in result["ratios"]] == [num_pairs] * bool(num_pairs)
+    assert all(one["median"] == 2.0 for one in result["ratios"])
+    assert "ended before it was done" in result["notes"][0]
+
+
+SIDE_BY_SIDE = [("startup", "rollout"), ("end_to_end", "engine_loop"), ("sync_modes", "weight_sync"), ("four_gpus", "engines")]
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["startup", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_scripts_that_start_vllm_run(name: str, tmp_path: Path) -> None:
-    run_bench(name, tmp_path / f"{name}.json", timeout_s=580)
+@pytest.mark.parametrize("names", SIDE_BY_SIDE, ids="+".join)
+def test_scripts_that_start_vllm_run(names: tuple[str, str], tmp_path: Path) -> None:
+    """Two at a time: whether they run is the question, and while one waits for its vLLM the other has the core."""
+    with ThreadPoolExecutor() as pool:
+        runs = [pool.submit(run_bench, name, tmp_path / f"{name}.json", timeout_s=580) for name in names]
+    for run in runs:
+        run.result()
 
 
 def test_pairs_alternate_and_warm_ups_do_not_count() -> None:
