@@ -64,8 +64,8 @@ def _mismatch(model: Any, weights: dict[int, Any], samples: list[RLSample]) -> d
     """Of tokens before and after the first push in their episode: k3 and the largest difference."""
     hit = [sample for sample in samples if len(set(sample.output_versions.tolist())) > 1]
     others = [sample for sample in samples if len(set(sample.output_versions.tolist())) == 1]
-    if not hit or not others:
-        raise SystemExit(f"of {len(samples)} episodes {len(hit)} were hit by a push: another --every-s compares both")
+    if not hit:  # every episode has tokens of its first version
+        raise SystemExit(f"none of {len(samples)} episodes was hit by a push: a shorter --every-s or more --pushes")
     checked = hit[:_MAX_CHECKED] + others[:_MAX_CHECKED]
     new = [np.zeros(len(sample.output_versions)) for sample in checked]
     for version, state in weights.items():
