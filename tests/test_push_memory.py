@@ -72,10 +72,14 @@ _kept: list[object] = []
     ("leak", "grows"),
     [
         (lambda number: None, []),
-        (lambda number: torch.zeros(1 << 24, dtype=torch.uint8).sum(), []),
-        (lambda number: _kept.append(torch.ones(1 << 20, dtype=torch.uint8)) if number == 70 else None, []),
+        pytest.param(lambda number: torch.zeros(1 << 24, dtype=torch.uint8).sum(), [], marks=pytest.mark.slow),
+        pytest.param(
+            lambda number: _kept.append(torch.ones(1 << 20, dtype=torch.uint8)) if number == 70 else None, [], marks=pytest.mark.slow
+        ),
         (lambda number: _kept.append(torch.ones(64 << 10, dtype=torch.uint8)), ["malloc_bytes"]),
-        (lambda number: _kept.append([bytes([number % 256] * 100) + b"!" for _ in range(64)]), ["python_blocks"]),
+        pytest.param(
+            lambda number: _kept.append([bytes([number % 256] * 100) + b"!" for _ in range(64)]), ["python_blocks"], marks=pytest.mark.slow
+        ),
         (lambda number: _kept.append([[] for _ in range(12)]), ["python_objects"]),
         (lambda number: _kept.append(Path("/dev/null").open()), ["files"]),  # noqa: SIM115
     ],
