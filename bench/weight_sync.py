@@ -335,7 +335,7 @@ class _Load(threading.Thread):
                 return
 
     def _send(self, number: int, prompt: np.ndarray, max_tokens: int) -> None:
-        request = {"id": number, "episode_id": 0, "prompt": prompt.tobytes(), "temperature": 1.0, "salt_version": -1}
+        request = {"id": number, "episode_id": 0, "prompt": prompt.tobytes(), "temperature": 1.0, "salt_version": -1, "seed": None}
         self._socket.send(channels.pack("request", request | {"max_tokens": max_tokens}))
 
 

@@ -158,10 +158,12 @@ class RequestClient:
         self._socket = sockets.connect_dealer(self._context, run.paths, channels.REQUESTS, identity=name, index=index)
         self._number = 0
 
-    def send(self, prompt: list[int], *, max_tokens: int = 8, temperature: float = 1.0, salt_version: int = -1) -> int:
+    def send(
+        self, prompt: list[int], *, max_tokens: int = 8, temperature: float = 1.0, salt_version: int = -1, seed: int | None = None
+    ) -> int:
         self._number += 1
         request = {"id": self._number, "episode_id": 0, "prompt": np.array(prompt, np.int32).tobytes(), "max_tokens": max_tokens}
-        self._socket.send(channels.pack("request", request | {"temperature": temperature, "salt_version": salt_version}))
+        self._socket.send(channels.pack("request", request | {"temperature": temperature, "salt_version": salt_version, "seed": seed}))
         return self._number
 
     def receive(self, timeout_s: float = 20.0) -> dict[str, Any] | None:

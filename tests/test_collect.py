@@ -162,6 +162,25 @@ def test_window_mode_gives_one_sample_a_turn(games_dir: Path) -> None:  # noqa: 
             assert (sample.advantage, sample.reward, sample.num_turns) == (same.advantage, same.reward, same.num_turns)
 
 
+@pytest.mark.parametrize(("kind", "temperature"), [("eval", 1.0), ("eval", 0.0), ("train", 1.0)])
+def test_the_replies_of_an_evaluation_are_drawn_by_its_own_seeds(games_dir: Path, kind: str, temperature: float) -> None:  # noqa: F811
+    """By the episode's seed and the turn, not by the evaluation's number: two runs, and two evaluations of one run, draw alike."""
+
+    def seeds_of(first_episode: int) -> list[list[int | None]]:
+        ids = tuple(range(first_episode, first_episode + 4))
+        player = build_player(TOKENIZER, lambda *_: "look", tw_max_episode_steps=3, eval_temperature=temperature)
+        asyncio.run(play_group(player, deal(games_dir, ids, kind), asyncio.Semaphore(4)))
+        return [[request["seed"] for request in player.inference.asked if request["episode_id"] == episode_id] for episode_id in ids]
+
+    seeds = seeds_of(0)
+    if kind == "train" or temperature == 0:
+        assert seeds == [[None] * 3] * 4
+    else:
+        assert seeds == seeds_of(100)
+        assert len({seed for episode in seeds for seed in episode}) == 12, "each reply has another one"
+        assert all(0 <= seed < 2**32 for episode in seeds for seed in episode)
+
+
 def test_evaluation_has_records_and_its_own_temperature(games_dir: Path) -> None:  # noqa: F811
     player = build_player(TOKENIZER, policy, tw_max_episode_steps=4, eval_temperature=0.25)
     dealt = deal(games_dir, (0, 1), "eval")

@@ -39,7 +39,7 @@ class ScriptedEngine:
         self._held = False
         self._done: list[dict[str, Any]] = []
 
-    async def generate(self, key: str, ids: list[int], *, max_tokens: int, temperature: float, salt: str) -> Any:
+    async def generate(self, key: str, ids: list[int], *, max_tokens: int, temperature: float, salt: str, seed: int | None = None) -> Any:
         self.salts.append(salt)
         request = {"key": key, "start": len(ids), "left": max_tokens, "ids": [], "logprobs": [], "reason": ""}
         request["future"] = asyncio.get_running_loop().create_future()
@@ -169,6 +169,28 @@ def test_the_cache_is_keyed_by_the_version_of_the_scope(scope: str, expected: li
         return engine
 
     assert asyncio.run(play()).salts == [f"run-{version}" for version in expected]
+
+
+@pytest.mark.parametrize("seed", [None, 5, 2**32 - 1, -7, 2**80])
+def test_each_part_of_an_aborted_reply_has_a_seed_of_its_own(seed: int | None) -> None:
+    """A stranger's number too becomes one that vLLM can take: 32 bits."""
+    given: list[int | None] = []
+
+    class Aborting:
+        async def generate(self, _key: str, ids: list[int], *, seed: int | None, **_: Any) -> Generation:
+            given.append(seed)
+            is_last = len(given) == 3
+            return Generation([9], [-1.0], "stop" if is_last else "abort", 0)
+
+    async def play() -> Reply:
+        front = RequestFront(Aborting(), run_id="run", salt_scope="episode")  # type: ignore[arg-type]
+        front.ledger.cut({}, 0)
+        front.release()
+        return await front.reply([1], max_tokens=8, temperature=1.0, salt_version=-1, seed=seed)
+
+    assert asyncio.run(play()).ids == [9, 9, 9]
+    assert given == [None] * 3 if seed is None else len(set(given)) == 3
+    assert all(one is None or 0 <= one < 2**32 for one in given)
 
 
 class FakeLLM:

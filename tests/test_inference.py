@@ -119,6 +119,23 @@ def test_old_logprobs_are_the_models_at_that_temperature(engine: InferenceRun, c
 
 
 @pytest.mark.vllm
+def test_a_reply_with_a_seed_is_the_same_again_whatever_else_is_sampled(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    """What an evaluation rests on: two runs with one seed and the same weights play the same episodes."""
+
+    def replies(num_others: int, seeds: list[int | None]) -> list[list[int]]:
+        others = [client.send(_prompt(100 + number), max_tokens=12) for number in range(num_others)]
+        numbers = [client.send(_prompt(seed_of), max_tokens=12, seed=seed) for seed_of, seed in enumerate(seeds)]
+        found = {reply["id"]: reply["ids"].tolist() for reply in (client.receive() for _ in others + numbers)}
+        return [found[number] for number in numbers]
+
+    seeded = [7 * number for number in range(8)]
+    first = replies(0, seeded)
+    assert replies(12, seeded) == first
+    assert replies(0, [seed + 1 for seed in seeded]) != first, "another seed draws anew"
+    assert replies(0, [None] * 8) != replies(0, [None] * 8), "and so does the engine's own generator"
+
+
+@pytest.mark.vllm
 def test_replies_end_with_the_stop_token_or_at_the_length(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
     stops, num_stopped = {EOS, NEWLINE, ENDS_WITH_NEWLINE}, 0
     for seed in range(40):

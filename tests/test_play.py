@@ -220,6 +220,16 @@ def test_best_of_several_takes_the_first_reply_that_names_a_command(games_dir: P
     assert found["num_invalid"] == 1
 
 
+def test_every_one_of_several_replies_is_drawn_by_another_seed(games_dir: Path) -> None:  # noqa: F811
+    player = best_of(["dance"] * 6, 3)
+    player.config = player.config.replace(tw_max_episode_steps=2)
+    seat = playing.Seat(path=str(games_dir / "room-2.z8"), number=0, seed=1, temperature=1.0)
+    asyncio.run(playing.play_seats(player, [seat], num_open=1, on_end=lambda _record: None))
+    seeds = [request["seed"] for request in player.inference.asked]
+    assert None not in seeds
+    assert len(set(seeds)) == len(seeds) == 6
+
+
 def test_records_come_in_the_order_of_the_seats_and_a_broken_game_is_named(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
     broken = tmp_path / "broken.z8"
     broken.write_bytes(b"no story")

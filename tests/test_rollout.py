@@ -61,7 +61,7 @@ def generate(paths: RunPaths, *, episode_id: int = 0, num_replicas: int = 1, tim
 
     async def run() -> Any:
         client = InferenceClient(paths, health or Health.detached("rollout/0"), LoopTimer(), num_replicas=num_replicas, timeout_s=timeout_s)
-        request = {"episode_id": episode_id, "prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0.5, "salt_version": -1}
+        request = {"episode_id": episode_id, "prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0.5, "salt_version": -1, "seed": 77}
         answers: list[Any] = []
 
         async def ask() -> None:
@@ -84,7 +84,7 @@ def test_a_reply_comes_back_with_versions_and_salt(paths: RunPaths) -> None:
     assert (reply.finish_reason, reply.salt_version, num_resubmitted) == ("stop", 4, 0)
     (request,) = inference.requests
     assert request["prompt"] == b"\1\0\0\0\2\0\0\0\3\0\0\0"
-    assert (request["max_tokens"], request["temperature"], request["salt_version"]) == (8, 0.5, -1)
+    assert (request["max_tokens"], request["temperature"], request["salt_version"], request["seed"]) == (8, 0.5, -1, 77)
 
 
 def test_an_episode_stays_with_one_replica(paths: RunPaths) -> None:

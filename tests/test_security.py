@@ -339,7 +339,7 @@ def test_no_message_ends_inference(engine: InferenceRun, client: RequestClient) 
     rng, context = random.Random(0), sockets.new_context()
     requests = sockets.connect_dealer(context, engine.paths, channels.REQUESTS, identity="stranger/0")
     calls = sockets.connect_dealer(context, engine.paths, channels.CONTROL, identity="stranger/0")
-    request = {"id": 1, "episode_id": 0, "prompt": bytes(16), "max_tokens": 2, "temperature": 1.0, "salt_version": -1}
+    request = {"id": 1, "episode_id": 0, "prompt": bytes(16), "max_tokens": 2, "temperature": 1.0, "salt_version": -1, "seed": None}
     prompts = [{"prompt": prompt} for prompt in (b"", b"\xff" * 8, b"abc")]
     for fields in [*prompts, {"max_tokens": -1}, {"max_tokens": 2**63}, {"temperature": float("nan")}]:
         requests.send(channels.pack("request", request | fields))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # this part of the process needs no vLLM, which takes seconds
     from accerl_mp.inference.engine import Engine
     from accerl_mp.inference.replies import Generation
 
+_SEEDS = 1 << 32
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -73,9 +75,12 @@ class RequestFront:
     def release(self) -> None:
         self._gate.set()
 
-    async def reply(self, prompt: Sequence[int] | np.ndarray, *, max_tokens: int, temperature: float, salt_version: int) -> Reply:
+    async def reply(
+        self, prompt: Sequence[int] | np.ndarray, *, max_tokens: int, temperature: float, salt_version: int, seed: int | None = None
+    ) -> Reply:
         """Sample a reply.
 
+        seed           of this reply's own sampling, 32 bits; None: the engine's
         waits for      the first push, the end of a pause, then vLLM: all without a limit (the rollout's own deadline counts)
         after an abort (`--sync-mode drain`) what exists is kept and the rest is sampled from the new weights
         """
@@ -85,7 +90,10 @@ class RequestFront:
         while True:
             await self._gate.wait()
             salt_version = self._salt_version(salt_version)
-            part, part_versions = await self._run_part([*prompt, *ids] if ids else prompt, max_tokens - len(ids), temperature, salt_version)
+            part_seed = None if seed is None else (seed + len(ids)) % _SEEDS  # the rest of a reply is not drawn as its beginning was
+            part, part_versions = await self._run_part(
+                [*prompt, *ids] if ids else prompt, max_tokens - len(ids), temperature, salt_version, part_seed
+            )
             ids += part.ids
             logprobs += part.logprobs
             versions += part_versions
@@ -94,13 +102,13 @@ class RequestFront:
             self.counts.num_aborted += 1
 
     async def _run_part(
-        self, ids: Sequence[int] | np.ndarray, max_tokens: int, temperature: float, salt_version: int
+        self, ids: Sequence[int] | np.ndarray, max_tokens: int, temperature: float, salt_version: int, seed: int | None
     ) -> "tuple[Generation, list[int]]":
         key = str(next(self._keys))
         self.ledger.start(key)
         try:
             part = await self._engine.generate(
-                key, ids, max_tokens=max_tokens, temperature=temperature, salt=f"{self._run_id}-{salt_version}"
+                key, ids, max_tokens=max_tokens, temperature=temperature, salt=f"{self._run_id}-{salt_version}", seed=seed
             )
             self.counts.num_prompt_tokens += len(ids)
             self.counts.num_cached_tokens += part.num_cached_tokens

@@ -82,6 +82,7 @@ class InferenceServer:
                 max_tokens=request["max_tokens"],
                 temperature=request["temperature"],
                 salt_version=request["salt_version"],
+                seed=request["seed"],
             )
         except (MessageError, EngineError, ValueError) as error:
             counts.num_errors += 1

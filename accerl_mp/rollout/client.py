@@ -89,7 +89,9 @@ class InferenceClient:
                 if pid not in (0, self._pids[replica]):
                     self._ask_again(replica)
 
-    async def generate(self, *, episode_id: int, prompt: list[int], max_tokens: int, temperature: float, salt_version: int) -> Reply:
+    async def generate(
+        self, *, episode_id: int, prompt: list[int], max_tokens: int, temperature: float, salt_version: int, seed: int | None = None
+    ) -> Reply:
         """A turn's reply, submitted as often as it takes. An aborted one comes back only if the engine aborts again and again."""
         replica = episode_id % len(self._sockets)
         message = {
@@ -98,6 +100,7 @@ class InferenceClient:
             "max_tokens": max_tokens,
             "temperature": temperature,
             "salt_version": salt_version,
+            "seed": seed,
         }
         tries = _Tries()
         while True:

@@ -68,7 +68,9 @@ async def play_group(player: Player, deal: Deal, slots: asyncio.Semaphore, on_en
 
     async def play(episode_id: int, seed: int) -> Episode:
         async with slots:
-            episode = await player.play(path=deal.game_path, episode_id=episode_id, seed=seed, temperature=temperature)
+            episode = await player.play(
+                path=deal.game_path, episode_id=episode_id, seed=seed, temperature=temperature, is_seeded=deal.kind == "eval"
+            )
         on_end()
         return episode
 

@@ -1,6 +1,7 @@
 """One episode, played by one coroutine: message, reply, command, env step, until the game ends or the episode is cut."""
 
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -41,7 +42,9 @@ class Reply:
 class Generates(Protocol):
     """Where replies come from: inference, or a script in tests."""
 
-    async def generate(self, *, episode_id: int, prompt: list[int], max_tokens: int, temperature: float, salt_version: int) -> Reply: ...
+    async def generate(
+        self, *, episode_id: int, prompt: list[int], max_tokens: int, temperature: float, salt_version: int, seed: int | None = None
+    ) -> Reply: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +84,8 @@ class Episode:
     seed: int
     observation: Observation
     """The newest."""
+    is_seeded: bool = False
+    """Its replies are drawn by its seed too."""
     turns: list[Turn] = field(default_factory=list)
     truncated: bool = False
     """Cut by the turn limit or the window; never a loss."""
@@ -126,6 +131,11 @@ class Episode:
         }
 
 
+def reply_seed(episode_seed: int, turn: int, number: int = 0) -> int:
+    """By what a seeded episode's reply is drawn: of 32 bits, another one for each turn, and for each of several replies to one prompt."""
+    return zlib.crc32(f"{episode_seed} {turn} {number}".encode())
+
+
 Guard = Callable[[str], AbstractContextManager[Any]]
 """Watches an env step of the game at this path: one that hangs ends the process."""
 
@@ -142,27 +152,28 @@ class Player:
     timer: Timer
     guard: Guard
 
-    async def play(self, *, path: str, episode_id: int, seed: int, temperature: float) -> Episode:
+    async def play(self, *, path: str, episode_id: int, seed: int, temperature: float, is_seeded: bool = False) -> Episode:
         """Play one game from reset to end.
 
+        is_seeded      replies are drawn by `seed` and the number of the turn alone (an evaluation's are), else by the engine's generator
         waits for      a reply a turn; env steps hold up the whole process (2 ms)
         at the end     Closed comes out of the wait for a reply
         if a game breaks    EnvError
         """
         env = self._open_env(path)
         try:
-            episode = await self._play(env, episode_id=episode_id, seed=seed, temperature=temperature)
+            episode = await self._play(env, episode_id=episode_id, seed=seed, temperature=temperature, is_seeded=is_seeded)
         except BaseException:
             self.envs.discard(env)
             raise
         self.envs.release(env)
         return episode
 
-    async def _play(self, env: Env, *, episode_id: int, seed: int, temperature: float) -> Episode:
+    async def _play(self, env: Env, *, episode_id: int, seed: int, temperature: float, is_seeded: bool) -> Episode:
         started = time.monotonic()
         with self.timer.phase("env"), self.guard(env.path):
             observation = env.reset(seed)
-        episode = Episode(episode_id=episode_id, seed=seed, observation=observation)
+        episode = Episode(episode_id=episode_id, seed=seed, observation=observation, is_seeded=is_seeded)
         history, message = self._open_history(), turn_message(observation)
         salt_version = -1
         while not episode.observation.done:
@@ -190,14 +201,15 @@ class Player:
         episode.turns.append(turn)
         return turn
 
-    async def sample(self, episode: Episode, prompt: list[int], *, temperature: float, salt_version: int) -> Reply:
-        """A reply to the prompt."""
+    async def sample(self, episode: Episode, prompt: list[int], *, temperature: float, salt_version: int, number: int = 0) -> Reply:
+        """A reply to the prompt; `number` tells several replies to one prompt apart."""
         return await self.inference.generate(
             episode_id=episode.episode_id,
             prompt=prompt,
             max_tokens=self.config.inference.infer_max_tokens,
             temperature=temperature,
             salt_version=salt_version,
+            seed=reply_seed(episode.seed, len(episode.turns), number) if episode.is_seeded and temperature > 0 else None,
         )
 
     def _act(self, env: Env, episode: Episode, turn: Turn) -> str:

@@ -7,8 +7,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import zlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,26 +32,19 @@ class LocalEngine:
         self._engine = engine
         self.tokenizer, self.chat = tokenizer, ChatFormat.probe(tokenizer)
         self._keys = itertools.count()
-        self._asked: Counter[int] = Counter()
         self.top_p = 1.0
-        self._seed = 0
 
-    def restart(self, seed: int) -> None:
-        """Before a set of episodes: a reply's own seed follows from this one, its episode and its place among the episode's replies."""
-        self._seed = seed
-        self._asked.clear()
-
-    async def generate(self, *, episode_id: int, prompt: list[int], max_tokens: int, temperature: float, salt_version: int) -> Reply:
+    async def generate(
+        self, *, episode_id: int, prompt: list[int], max_tokens: int, temperature: float, salt_version: int, seed: int | None = None
+    ) -> Reply:
         """Waits for vLLM without a limit; its death raises EngineError."""
-        self._asked[episode_id] += 1
-        seed = zlib.crc32(f"{self._seed} {episode_id} {self._asked[episode_id]}".encode())
         made = await self._engine.generate(
             str(next(self._keys)),
             prompt,
             max_tokens=max_tokens,
             temperature=temperature,
             top_p=self.top_p,
-            seed=seed if temperature > 0 else None,
+            seed=seed,
             salt="local",
         )
         return Reply(

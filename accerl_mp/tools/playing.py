@@ -32,8 +32,11 @@ class BestOf(Player):
 
     num_samples: int = 1
 
-    async def sample(self, episode: Episode, prompt: list[int], *, temperature: float, salt_version: int) -> Reply:
-        tries = [Player.sample(self, episode, prompt, temperature=temperature, salt_version=salt_version) for _ in range(self.num_samples)]
+    async def sample(self, episode: Episode, prompt: list[int], *, temperature: float, salt_version: int, number: int = 0) -> Reply:
+        tries = [
+            Player.sample(self, episode, prompt, temperature=temperature, salt_version=salt_version, number=number)
+            for number in range(self.num_samples)
+        ]
         replies = await asyncio.gather(*tries)
         commands = episode.observation.commands
         return next((reply for reply in replies if parse_action(self.tokenizer.decode(reply.ids.tolist()), commands)), replies[0])
@@ -67,7 +70,9 @@ async def play_seats(player: Player, seats: Sequence[Seat], *, num_open: int, on
     async def play(seat: Seat) -> Record:
         async with slots:
             try:
-                episode = await player.play(path=seat.path, episode_id=seat.number, seed=seat.seed, temperature=seat.temperature)
+                episode = await player.play(
+                    path=seat.path, episode_id=seat.number, seed=seat.seed, temperature=seat.temperature, is_seeded=True
+                )
             except EnvError as error:
                 record: Record = {"game": game_name(seat.path), "path": seat.path, "episode": seat.number, "error": str(error)}
             else:

@@ -44,7 +44,15 @@ MAX_HEADER_BYTES = 64 << 20
 
 _NUMBER = (int, float)
 MESSAGES: dict[str, dict[str, Any]] = {
-    "request": {"id": int, "episode_id": int, "prompt": bytes, "max_tokens": int, "temperature": _NUMBER, "salt_version": int},
+    "request": {
+        "id": int,
+        "episode_id": int,
+        "prompt": bytes,
+        "max_tokens": int,
+        "temperature": _NUMBER,
+        "salt_version": int,
+        "seed": (int, type(None)),
+    },
     "reply": {
         "id": int,
         "ids": bytes,
