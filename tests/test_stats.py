@@ -20,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 
 from accerl_mp.config import Config
+from accerl_mp.recovery import Start
 from accerl_mp.stats import events, tags
 from accerl_mp.stats.bottleneck import NUM_ROUNDS, Doctor, Situation, bottleneck, situation
 from accerl_mp.stats.collector import SETTLE_S, Collector
@@ -209,6 +210,59 @@ def test_evaluation_episodes_never_enter_the_window() -> None:
     assert window.values(0.0) == {"Rollout/ActiveWorkers": 1.0, "Rollout/WindowEpisodes": 0.0}
     window.add(episode(2, won=False), 0.0)
     assert window.values(0.0)["TextWorld/WinRate"] == 0.0
+
+
+def window_after(folder: Path, numbers: range, *, won: bool, state: str | None = None) -> dict[str, Any]:
+    """A start of the run in `folder` plays these episodes in one round; its line of metrics.jsonl."""
+    paths = RunPaths(folder)
+    paths.args.write_text("{}")
+    os.utime(paths.args, (1.7e9 + numbers.start,) * 2)  # when this start began
+    Start(state=state).save(paths.resume)
+    collector, files = collector_in(folder, metrics_window_size=100)
+    for number in numbers:
+        collector.take({"kind": "episode", "source": "rollout/0", "episode": episode(number, won=won, worker=3)}, 0.0)
+    collector.take(round_record(numbers.stop, 1), 1.0)
+    collector.close_due(2.0)
+    collector.finish(3.0)
+    files.close()
+    return lines_of(folder)[-1]
+
+
+def test_a_run_that_goes_on_has_its_window_and_repeated_episodes_count_once(tmp_path: Path) -> None:
+    run, other, state = tmp_path / "run", tmp_path / "other", str(tmp_path / "run/resume/step-000001-version-000001")
+    run.mkdir()
+    other.mkdir()
+    assert window_after(run, range(80), won=True)["Rollout/WindowEpisodes"] == 80
+    line = window_after(run, range(60, 100), won=False, state=state)  # 20 of them are played again
+    assert (line["Rollout/WindowEpisodes"], line["TextWorld/WinRate"]) == (100, 0.6)
+    assert line["Rollout/ActiveWorkers"] == 1
+    line = window_after(other, range(100, 110), won=False, state=state)  # from another run's state
+    assert (line["Rollout/WindowEpisodes"], line["TextWorld/WinRate"]) == (100, 0.5)
+    line = window_after(run, range(5), won=True)  # the same folder from the beginning
+    assert (line["Rollout/WindowEpisodes"], line["TextWorld/WinRate"]) == (5, 1.0)
+
+
+def test_a_stats_process_that_was_killed_loses_seconds_of_the_window(tmp_path: Path) -> None:
+    """It is written every ten seconds, and not each round."""
+    for start in range(2):
+        collector, files = collector_in(tmp_path)
+        for number in range(48):
+            collector.take({"kind": "episode", "source": "rollout/0", "episode": episode(100 * start + number)}, 0.0)
+            if number % 4 == 0:
+                collector.take(round_record(number + 1, 1), float(number))
+                collector.close_due(number + 1.0)
+        files.close()
+        expected = [45, 37 + 45][start]  # written with the round of second 37, not with the two after it
+        assert lines_of(tmp_path)[-1]["Rollout/WindowEpisodes"] == expected
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"episodes": 7}', '{"begun": 1, "episodes": [[1, 2]]}', "[" * 100_000, "folder"])
+def test_a_damaged_window_costs_the_curves_their_past_alone(tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "window.json"
+    path.mkdir() if damaged == "folder" else path.write_text(damaged)
+    line = window_after(tmp_path, range(3), won=True)
+    assert line["Rollout/WindowEpisodes"] == 3
+    assert "the sliding window starts anew" in caplog.text
 
 
 def test_a_silent_worker_is_not_active() -> None:
@@ -645,7 +699,23 @@ def test_a_round_has_the_cores_that_were_free_in_it(tmp_path: Path) -> None:
         collector.close_due(10.0 * step + 1)
     files.close()
     assert [line.get("Run/FreeCores") for line in lines_of(tmp_path)] == [0.2, None]
-    assert all("CPU-bound: no core free" in line for line in lines)
+    assert [read_status(tmp_path)["bottleneck"].partition(":")[0], lines[0].count("CPU-bound: no core free")] == ["CPU-bound", 1]
+
+
+def test_what_bounds_a_run_is_said_when_it_is_something_else(tmp_path: Path) -> None:
+    """Not in each of a hundred rounds with another percentage; status.json has it of every round."""
+    lines: list[str] = []
+    collector, files = collector_in(tmp_path, lines, log_every=2)
+    computed, waited = {"Time/trainer/wait": (0.5, 1, 0.5)}, {"Time/trainer/wait": (8.0, 1, 8.0), "Time/rollout/reply": (9.0, 1, 9.0)}
+    for step in range(1, 21):
+        collector.take(values(values=computed if step < 9 else waited), 10.0 * step)
+        collector.take(round_record(step, step, round=step), 10.0 * step)
+        collector.close_due(10.0 * step + 1)
+    files.close()
+    assert len(lines) == 10
+    said = [line.splitlines()[1].split()[0] if "\n" in line else "" for line in lines]
+    assert said == ["trainer-bound:", *[""] * 3, "generation-bound:", *[""] * 5]
+    assert read_status(tmp_path)["bottleneck"].startswith("generation-bound: trainer waited 80 %")
 
 
 def test_time_of_this_start_and_of_all(tmp_path: Path) -> None:

@@ -86,6 +86,15 @@ class StoppedSync(RecordingSync):
         return super().finish_push()
 
 
+class StoppedBesideSync(RecordingSync):
+    """The run is asked to end once a round is trained, before the push of the round before has come to its end."""
+
+    def finish_push(self) -> PushReport:
+        if self._version == 1:
+            raise Closed("asked to stop in a push")
+        return super().finish_push()
+
+
 class StoppedAtOnceSync(RecordingSync):
     """The run is asked to end in its first push."""
 
@@ -200,6 +209,10 @@ class Run:
 
 def _stopped_rank(rank: int, run_dir: str) -> None:
     _rank(rank, run_dir, StoppedSync)
+
+
+def _rank_stopped_beside(rank: int, run_dir: str) -> None:
+    _rank(rank, run_dir, StoppedBesideSync)
 
 
 def _rank_stopped_at_once(rank: int, run_dir: str) -> None:
@@ -334,6 +347,22 @@ def test_a_stop_inside_a_push_saves_and_exports(make_run: Any) -> None:
     assert saved is not None
     assert (saved.step, saved.version, saved.content["next_version"]) == (4, 2, 3)
     assert json.loads((run.paths.run_dir / "checkpoints" / "latest" / "trainer_state.json").read_text())["optimizer_step"] == 4
+
+
+def test_a_round_that_was_trained_before_a_stop_is_in_the_curves(make_run: Any) -> None:
+    """Its push, and the evaluation after it, are the next start's first."""
+    run = make_run(max_steps=10_000, resume_every_rounds=0, verify_sync=0, eval_game_dir="held-out", eval_every_rounds=4)
+    run.paths.stop.touch()
+    run.train(_rank_stopped_beside)  # both exit with 0
+    assert [(record["round"], record["step"]) for record in run.rounds()] == [(1, 2), (2, 4)]
+    start = run.start_again(max_steps=8)
+    assert start.saved is not None
+    assert (start.saved.step, start.saved.content["trainer"]["round"]) == (4, 2)
+    run.train()
+    assert run.calls()[1] == f"start {start.first_version} all at step 4"
+    assert [(record["round"], record["step"]) for record in run.rounds()] == [(3, 6), (4, 8)]
+    samples = [record["values"]["Train/CumulativeGlobalTrainingSamples"][0] for record in run.rounds()]
+    assert samples == [8 * 2 * 3, 8 * 2 * 4], "none is counted twice"
 
 
 def test_too_many_bad_steps_end_the_run_with_a_last_state(make_run: Any) -> None:

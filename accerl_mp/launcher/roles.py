@@ -48,7 +48,7 @@ def build_roles(config: Config, paths: RunPaths, plan: GpuPlan) -> list[Role]:
             "inference", config.inference.infer_size or 1, 10.0, config.inference.inference_start_timeout_s, "--inference-start-timeout-s"
         ),
         role("ingest", 1, 5.0),
-        role("stats", 1, 5.0),
+        role("stats", 1, 15.0),  # it waits for the trainer's last round
     ]
 
 

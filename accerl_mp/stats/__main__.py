@@ -2,11 +2,12 @@
 
     python -m accerl_mp.stats --run-dir DIR
 
-One thread that sleeps in poll. After a respawn it appends to the same files; only the sliding window starts anew.
+One thread that sleeps in poll. After a respawn it appends to the same files, and takes the sliding window that it had saved.
 """
 
 import logging
 import time
+from collections.abc import Callable
 
 from accerl_mp import log
 from accerl_mp.stats.collector import Collector
@@ -14,6 +15,7 @@ from accerl_mp.stats.cpu import CpuMeter
 from accerl_mp.stats.status import Status
 from accerl_mp.stats.writer import MetricFiles
 from accerl_mp.transport.channels import MetricsReceiver
+from accerl_mp.transport.health import is_alive
 from accerl_mp.transport.process import Process, run_process
 
 _log = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ _log = logging.getLogger(__name__)
 POLL_S = 1.0
 DRAIN_QUIET_S = 0.3
 DRAIN_LIMIT_S = 3.0
+TRAINER_LIMIT_S = 10.0
 
 
 def main(process: Process) -> None:
@@ -40,7 +43,7 @@ def main(process: Process) -> None:
     try:
         collect(process, receiver, collector)
     finally:
-        drain(receiver, collector)
+        drain(receiver, collector, trainer_closes=lambda: _trainer_closes(process))
         if receiver.num_broken:
             _log.warning("%d messages had no known form and were left out", receiver.num_broken)
         receiver.close()
@@ -70,13 +73,30 @@ def collect(process: Process, receiver: MetricsReceiver, collector: Collector) -
             collector.take(record, now_s)
 
 
-def drain(receiver: MetricsReceiver, collector: Collector) -> None:
-    """Take what is still in the socket, until it has been quiet for `DRAIN_QUIET_S` or `DRAIN_LIMIT_S` are over."""
-    deadline_s = time.monotonic() + DRAIN_LIMIT_S
-    while time.monotonic() < deadline_s and (records := receiver.receive(timeout_s=DRAIN_QUIET_S)):
+def drain(receiver: MetricsReceiver, collector: Collector, *, trainer_closes: Callable[[], bool] = lambda: False) -> None:
+    """Take what is still in the socket.
+
+    waits for      `DRAIN_QUIET_S` without a record, at most `DRAIN_LIMIT_S`; and, in a run that was asked to end, the last round of
+                   the trainer, which ends its step first: as long as `trainer_closes`, at most `TRAINER_LIMIT_S`
+    """
+    began_s = time.monotonic()
+    while True:
+        is_closing = trainer_closes() and time.monotonic() - began_s < TRAINER_LIMIT_S  # asked before looking for what it has sent
+        records = receiver.receive(timeout_s=DRAIN_QUIET_S)
         for record in records:
             collector.take(record, time.monotonic())
+        if not (is_closing or (records and time.monotonic() - began_s < DRAIN_LIMIT_S)):
+            break
     collector.finish(time.monotonic())
+
+
+def _trainer_closes(process: Process) -> bool:
+    """The run was asked to end, and rank 0 has not left yet."""
+    table, name = process.health.table, "trainer/0"
+    if not process.board.get("stop") or name not in table.names:
+        return False
+    row = table.read(table.row_of(name))
+    return row.state in ("running", "stopping") and is_alive(row.pid)
 
 
 if __name__ == "__main__":

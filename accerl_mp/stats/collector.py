@@ -1,6 +1,7 @@
 """Records in, rounds out: sums up what arrives and, when trainer/0 closes a round, writes and says it."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from accerl_mp.config import Config
 from accerl_mp.stats.bottleneck import FREE_CORES, Doctor
 from accerl_mp.stats.status import Status
 from accerl_mp.stats.tags import TAGS, X_AXES, lookup
+from accerl_mp.stats.window_file import WindowFile
 from accerl_mp.stats.windows import EPISODE_HISTOGRAMS, EpisodeWindow, GroupRewards, Histograms, RoundSums
 from accerl_mp.stats.writer import MetricFiles
 
@@ -47,6 +49,8 @@ class Collector:
         self._say, self._num_restarts, self._free_cores = say, num_restarts, free_cores
         self._doctor = Doctor(config)
         self._window = EpisodeWindow(metrics.metrics_window_size, metrics.metrics_active_timeout_seconds)
+        self._window_file = WindowFile(files.run_dir)
+        self._window_file.load_into(self._window)
         self._sums = RoundSums()
         self._histograms = Histograms()
         self._groups = GroupRewards(config, self._sums)
@@ -55,6 +59,7 @@ class Collector:
         self._open_round: Record | None = None
         self._close_at_s = 0.0
         self._undeclared: set[str] = set()
+        self._said_bound = ""
 
     def start_clock(self, now_s: float) -> None:
         """The first weights are in vLLM: the first round's time starts here. Later calls change nothing."""
@@ -95,6 +100,7 @@ class Collector:
         self.close_due(now_s, force=True)
         values = self._sums.reduce(0.0)
         last = {tag: value for tag, value in values.items() if (row := lookup(tag)) and row.source == "trainer/0"}
+        self._window_file.save(self._window, math.inf)
         if last:
             self._files.write(step=self._status.step, version=self._status.version, time_s=time.time(), values=last)
 
@@ -130,8 +136,14 @@ class Collector:
             number=number, step=record["step"], version=record["version"], round_s=round_s, values=values, sentence=bound
         )
         self._status.save()
+        self._window_file.save(self._window, now_s)
         if number % self._config.metrics.log_every == 0:
-            self._say(round_lines(number, record["step"], values, bound))
+            self._say(round_lines(number, record["step"], values, bound if self._is_news(bound) else ""))
+
+    def _is_news(self, bound: str) -> bool:
+        """Whether the run is bound by something else than when it was said last: its numbers are in status.json, `top` and the report."""
+        before, self._said_bound = self._said_bound, bound.partition(":")[0]
+        return self._said_bound != before
 
     def _values(self, now_s: float, round_s: float) -> dict[str, float]:
         """Every number of the round."""
@@ -164,7 +176,7 @@ class Collector:
 
 
 def round_lines(number: int, step: int, values: Mapping[str, float], bound: str) -> str:
-    """Numbers, then what bounds the run. Example of the first line, which fits 80 columns:
+    """Numbers, then what bounds the run, where there is news of it. Example of the first line, which fits 80 columns:
 
     `round 12  step 24  win 0.61 (last 1000)  12.3 samples/s  3,210 tok/s  lag 1.2`
     """
@@ -176,7 +188,7 @@ def round_lines(number: int, step: int, values: Mapping[str, float], bound: str)
         "Replay/TrainSampleTrainerVersionLagMean": "lag {:.1f}",
     }
     parts += [text.format(values[tag]) for tag, text in formats.items() if tag in values]
-    return "  ".join(parts) + f"\n  {bound}"
+    return "  ".join(parts) + (f"\n  {bound}" if bound else "")
 
 
 def evaluation_line(step: int, version: int, values: Mapping[str, float]) -> str:

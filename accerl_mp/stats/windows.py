@@ -4,7 +4,7 @@ Plain Python on purpose: a record costs a few dictionary operations, a round a f
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,11 +127,14 @@ def _reduce(reduction: str, sums: list[_Sums]) -> float | None:
 class EpisodeWindow:
     """The newest `size` training episodes, and when each rollout process last ended an episode.
 
+    An episode that is played again counts once, as it went the last time: a run that goes on from a state repeats what came after it.
     Evaluation episodes never enter the window; they do show that their process is active.
     """
 
     def __init__(self, size: int, active_timeout_s: float) -> None:
-        self._episodes: deque[EpisodeRecord] = deque(maxlen=size)
+        self._size = size
+        self._episodes: OrderedDict[int, EpisodeRecord] = OrderedDict()
+        """By number, oldest first."""
         self._active_timeout_s = active_timeout_s
         self._last_seen: dict[Any, float] = {}
 
@@ -141,7 +144,18 @@ class EpisodeWindow:
     def add(self, episode: EpisodeRecord, now_s: float) -> None:
         self._last_seen[episode["worker"]] = now_s
         if episode["kind"] == "train":
-            self._episodes.append(episode)
+            self.restore(episode)
+
+    def restore(self, episode: EpisodeRecord) -> None:
+        """One of an earlier process: it says nothing about who is active now."""
+        self._episodes[episode["episode_id"]] = episode
+        self._episodes.move_to_end(episode["episode_id"])
+        while len(self._episodes) > self._size:
+            self._episodes.popitem(last=False)
+
+    def episodes(self) -> list[EpisodeRecord]:
+        """Oldest first."""
+        return list(self._episodes.values())
 
     def num_active(self, now_s: float) -> int:
         return sum(now_s - seen <= self._active_timeout_s for seen in self._last_seen.values())
@@ -165,7 +179,7 @@ class EpisodeWindow:
         return active | {tag: total / count for tag, (total, count) in ratios.items() if count}
 
     def _sum(self, field: str) -> float:
-        return math.fsum(episode[field] for episode in self._episodes)
+        return math.fsum(episode[field] for episode in self._episodes.values())
 
 
 class GroupRewards:

@@ -130,11 +130,20 @@ class Trainer:
             return
         if not self._saver.all_are_at(self._step if self._is_between_steps else -1):
             return
+        if was_asked_to_end(self._process.paths):
+            self._close_trained_round()
         if self._saver.saved_step != self._step:
             self._saver.start(self._content())
             self._saver.finish()
         if kind is Closed:
             self._export(is_final=True)
+
+    def _close_trained_round(self) -> None:
+        """A round that lacks its push alone: the curves have it before the run ends, its push is the next start's first. Collective."""
+        if self._metrics.has_steps and self._step % self._config.run.sync_every_optimizer_steps == 0:
+            is_due, self._round = self._is_pushing and self._is_evaluation_next(), self._round + 1
+            self._is_evaluation_due |= is_due or self._is_evaluation_next()
+            self._close_round()
 
     def _resume(self) -> None:
         """Be as the rank that saved the state was, where this start goes on from one."""

@@ -91,6 +91,11 @@ class RoundMetrics:
         self.start()
         return values
 
+    @property
+    def has_steps(self) -> bool:
+        """Since the last round."""
+        return self._num_steps > 0
+
     def state(self) -> dict[str, Any]:
         """Of a round that is not over."""
         names = ("_sums", "_largest", "_grad_norms", "_num_steps", "_num_bad", "_learning_rate")

@@ -1,0 +1,79 @@
+"""The sliding window on disk, so that a run that goes on draws its curves on, and not anew from the first few episodes.
+
+<run-dir>/window.json     {"begun": which start wrote it, "episodes": the newest ones, a list of FIELDS each}
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accerl_mp.files import write_atomically
+from accerl_mp.recovery import Start, StateError
+from accerl_mp.stats.windows import EpisodeRecord, EpisodeWindow
+from accerl_mp.topology import RunPaths
+
+NAME = "window.json"
+FIELDS = (
+    *("episode_id", "won", "lost", "truncated", "score", "max_score"),
+    *("num_turns", "num_env_steps", "num_invalid", "num_tokens", "seconds"),
+)
+"""What the window counts of an episode; all are numbers."""
+SAVE_EVERY_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class WindowFile:
+    """A run's window.json. What cannot be read or written costs the curves their past, not the run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._paths = run_dir / NAME, RunPaths(run_dir)
+        self._begun = self._paths.begun()
+        self._saved_s = float("-inf")
+        self._is_failing = False
+
+    def load_into(self, window: EpisodeWindow) -> None:
+        """The episodes before this process: of this start, or of the one that it goes on from. None for a run from the beginning."""
+        try:
+            for episode in self._episodes():
+                window.restore(episode)
+        except (OSError, ValueError, RecursionError, StateError) as error:
+            _log.warning("%s cannot be read (%s): the sliding window starts anew", NAME, error)
+
+    def save(self, window: EpisodeWindow, now_s: float) -> None:
+        """At most every `SAVE_EVERY_S` of `now_s` (`time.monotonic`; infinity: in any case)."""
+        if now_s - self._saved_s < SAVE_EVERY_S:
+            return
+        self._saved_s = now_s
+        rows = [[_plain(episode[field]) for field in FIELDS] for episode in window.episodes()]
+        try:
+            write_atomically(self._path, json.dumps({"begun": self._begun, "episodes": rows}))
+        except OSError as error:
+            if not self._is_failing:
+                _log.warning("cannot write %s: %s", self._path, error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    def _episodes(self) -> Iterator[EpisodeRecord]:
+        """ValueError where the file is not as it was written."""
+        state = Start.load(self._paths.resume).state
+        before = [self._path, *([Path(state).parent.parent / NAME] if state else [])]  # of another run, whose state was taken
+        path = next((path for path in before if path.exists()), None)
+        if path is None:
+            return
+        noted = json.loads(path.read_text())
+        if not isinstance(noted, dict) or not isinstance(rows := noted.get("episodes"), list) or not all(map(_is_row, rows)):
+            raise ValueError("damaged")
+        if state or noted.get("begun") == self._begun:
+            yield from (dict(zip(FIELDS, row, strict=True)) for row in rows)
+
+
+def _plain(value: Any) -> int | float:
+    return int(value) if isinstance(value, bool) else value
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, list) and len(row) == len(FIELDS) and all(type(value) in (int, float) for value in row)
