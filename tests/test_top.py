@@ -23,6 +23,7 @@ from rich.console import Console
 from sample_factory import make_sample
 
 from accerl_mp.config import Config
+from accerl_mp.recovery import FORMAT, Start, folder_name, state_text
 from accerl_mp.tools import top
 from accerl_mp.tools.live import Live, ProcessView, look
 from accerl_mp.tools.run_folder import NoRunError, RunFolder, find_run
@@ -165,7 +166,7 @@ def test_before_any_run_it_says_what_starts_one(tmp_path: Path, monkeypatch: pyt
 
 
 @contextmanager
-def a_launcher(*words: str) -> Iterator[None]:
+def a_launcher(*words: str) -> Iterator[int]:
     """A process with the command of one that launch.sh starts."""
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, "-m", *words]
@@ -173,7 +174,7 @@ def a_launcher(*words: str) -> Iterator[None]:
         assert process.stdout
         process.stdout.readline()
         try:
-            yield
+            yield process.pid
         finally:
             process.kill()
 
@@ -203,13 +204,41 @@ def test_a_run_whose_supervisor_comes_next_is_starting(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_folder_has_just_been_made_ready_is_starting(tmp_path: Path) -> None:
-    """Until the process that made it has ended: only then ranks are started. It does not know its folder when it begins."""
+    """Until the process that made it has ended: only then ranks are started. Not while another run is prepared."""
     run = RunFolder(tmp_path)
     Config.from_flat({"placement": "cpu"}).save(run.paths.args)
-    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", "--max-steps", "2"):
+    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", "--max-steps", "2") as pid:
+        for note in ("", "nobody", str(os.getpid())):
+            run.paths.preparer.write_text(note)
+            assert "not running" in lines_of(read_frame(run))[0], "it prepares another run"
+        run.paths.preparer.write_text(f"{pid}\n")
         assert "starting 0:0" in lines_of(read_frame(run))[0]
-        os.utime(run.paths.args, (time.time() - 3600,) * 2)
-        assert "not running" in lines_of(read_frame(run))[0], "it prepares another run"
+    assert "not running" in lines_of(read_frame(run))[0]
+
+
+def test_a_run_is_starting_until_everybody_is_there(paths: RunPaths) -> None:
+    """As launch.sh's own line says; and what it goes on from is shown before its trainer has read it."""
+    table, board = HealthTable.attach(paths.health), Board.attach(paths.board)
+    state = paths.resume / folder_name(17, 9)
+    state.mkdir(parents=True)
+    content = {"format": FORMAT, "step": 17, "version": 9, "trainer": {"round": 8}}
+    (state / "state.json").write_text(state_text(content))
+    (paths.run_dir / "status.json").write_text(json.dumps(STATUS))  # of the start before, which was killed after that state
+    Start(state=str(state)).save(paths.resume)
+    table.set_word(3, "state", STATES.index("starting"))
+    title = lines_of(read_frame(RunFolder(paths.run_dir)))[0]
+    assert all(part in title for part in ("starting", "step 17/100", "round 8")), title
+    board.set("policy_version", 10)
+    table.set_word(3, "state", STATES.index("running"))
+    title = lines_of(read_frame(RunFolder(paths.run_dir)))[0]
+    assert all(part in title for part in ("running", "step 17/100", "round 8", "version 10")), title
+    board.set("optimizer_step", 20)
+    assert "step 20/100" in lines_of(read_frame(RunFolder(paths.run_dir)))[0]
+    (state / "state.json").write_text("{")
+    table.set_word(3, "state", STATES.index("starting"))
+    assert "step 20/100" in lines_of(read_frame(RunFolder(paths.run_dir)))[0], "a damaged state counts for nothing"
+    table.close()
+    board.close()
 
 
 def test_the_clock_counts_from_the_start_that_runs(paths: RunPaths) -> None:
@@ -415,6 +444,42 @@ def test_no_color_is_heeded(run_dir: Path, no_color: bool) -> None:
         assert terminal.end() == 0
     finally:
         terminal.close()
+
+
+def test_it_waits_for_a_run_that_is_prepared_and_follows_the_next_one(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Out of one folder of runs: nothing, then a first run, then a second one once the first is over."""
+    runs = tmp_path_factory.mktemp("runs")
+    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--") as _:
+        terminal = Terminal(runs, NO_COLOR="1")
+        try:
+            terminal.read_until(b"one is being prepared: this waits for it (Ctrl+C ends it)")
+            for name in ("first", "second"):
+                shutil.copytree(run_dir, runs / f".{name}")
+                (runs / f".{name}").rename(runs / name)
+                os.utime(runs / name / "args.json", (time.time() + (name == "second"),) * 2)
+                terminal.read_until(f"{runs.name}/{name}".encode())
+            os.write(terminal.master, b"q")
+            assert terminal.end() == 0
+            assert b"Traceback" not in terminal.said
+        finally:
+            terminal.close()
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "the preparing ends"])
+def test_waiting_for_a_run_ends(tmp_path: Path, how: str) -> None:
+    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--") as pid:
+        terminal = Terminal(tmp_path, NO_COLOR="1")
+        try:
+            terminal.read_until(b"this waits for it")
+            if how == "ctrl-c":
+                terminal.popen.send_signal(signal.SIGINT)
+            else:
+                os.kill(pid, signal.SIGKILL)
+            assert terminal.end() == (0 if how == "ctrl-c" else 2)
+            assert (b"holds no run" in terminal.said) == (how != "ctrl-c")
+            assert b"Traceback" not in terminal.said
+        finally:
+            terminal.close()
 
 
 def test_it_follows_a_run_that_ends(paths: RunPaths) -> None:

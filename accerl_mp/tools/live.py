@@ -1,8 +1,7 @@
 """What a running run shows in shared memory: processes, board words, rings. Read only, and over as soon as the run is."""
 
 import os
-import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from accerl_mp.transport.health import HealthRow, HealthTable, is_alive
 from accerl_mp.transport.ring import SharedRing
 from accerl_mp.transport.ring_memory import RingError
 
-PREPARED_S = 60.0
-"""launch.sh's preparing process names no folder; it has ended at the latest so long after it made one ready."""
+_PREPARE, _TORCHRUN = b"accerl_mp.launcher.prepare", b"accerl_mp.launcher.torchrun"
 
 SILENT_S = 10.0
 """A process whose heartbeat thread has not run for so long is shown as silent."""
@@ -65,6 +63,11 @@ class Live:
     """launch.sh's torchrun lives: without a supervisor yet, the run starts (again)."""
 
     @property
+    def has_weights(self) -> bool:
+        """vLLM has had its first push of this start: before it, nothing is played."""
+        return self.board.get("policy_version", -1) >= 0
+
+    @property
     def is_running(self) -> bool:
         """A table that a killed run left behind has no living supervisor."""
         return any(process.role == "supervisor" and process.state != "dead" for process in self.processes)
@@ -84,16 +87,24 @@ def look(paths: RunPaths) -> Live:
 
 def is_launched(paths: RunPaths) -> bool:
     """Whether the process lives that starts the run's ranks, or the one that has just made the folder ready, by their commands' words."""
-    folder = os.fsencode(paths.run_dir.resolve())
-    is_new = time.time() - paths.begun() < PREPARED_S
+    folder, preparer = os.fsencode(paths.run_dir.resolve()), -1
+    with suppress(OSError, ValueError):  # no note, or a damaged one
+        preparer = int(paths.preparer.read_text())
+    return any((_TORCHRUN in words and folder in words) or (_PREPARE in words and pid == preparer) for pid, words in _commands().items())
+
+
+def is_preparing() -> bool:
+    """Whether launch.sh looks at some run's flags or makes the demo's games: which folder it will be is not known before."""
+    return any(_PREPARE in words for words in _commands().values())
+
+
+def _commands() -> dict[int, list[bytes]]:
+    """Words of every process's command that this user may see."""
+    found: dict[int, list[bytes]] = {}
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = file.read_bytes().split(b"\0")
-        except OSError:  # it has ended meanwhile, or is another user's
-            continue
-        if (b"accerl_mp.launcher.torchrun" in words and folder in words) or (b"accerl_mp.launcher.prepare" in words and is_new):
-            return True
-    return False
+        with suppress(OSError):  # it has ended meanwhile, or is another user's
+            found[int(file.parent.name)] = file.read_bytes().split(b"\0")
+    return found
 
 
 def _processes(paths: RunPaths) -> tuple[list[ProcessView], str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.recovery import Start, StateError
 from accerl_mp.stats.status_file import read_status
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
@@ -55,6 +56,14 @@ class RunFolder:
         self._rows: list[Row] = []
         self._read_to = 0
 
+    def begins_at(self) -> tuple[int, int]:
+        """(optimizer step, round) that the newest start goes on from: 0, 0 for one from the beginning, or whose notes are damaged."""
+        try:
+            saved = Start.load(self.paths.resume).saved
+            return (saved.step, int(saved.content["trainer"]["round"])) if saved else (0, 0)
+        except (StateError, LookupError, TypeError, ValueError):
+            return 0, 0
+
     def flags(self) -> Row:
         """Every setting by its field name (`config.Config.to_flat`), also of another version of the package."""
         return _row(self.paths.args) or {}
@@ -68,6 +77,10 @@ class RunFolder:
 
     def command(self) -> str:
         return _text(self.run_dir / "command.txt").strip()
+
+    def commands(self) -> list[str]:
+        """One for each start of the run."""
+        return [line for line in self.command().splitlines() if line.startswith("bash launch.sh")]
 
     def failure(self, *, since: float = 0.0) -> str:
         """Why the run failed; empty if it has not, or before `since` (`time.time()`)."""

@@ -2,9 +2,9 @@
 
     python -m accerl_mp.tools.top [RUN] [--once] [--every 1.0]
 
-RUN is a run folder, or a folder of runs, of which the newest is taken (default: runs/TextWorld_FSDP). A finished run shows how it
-ended. q or Ctrl+C leaves; without a terminal, or with --once, it prints one frame. Colours go with NO_COLOR. It only reads:
-a run never waits for it.
+RUN is a run folder, or a folder of runs, of which the newest is taken (default: runs/TextWorld_FSDP); the next one that starts there
+follows it. A finished run shows how it ended. Before there is any, it waits for one that is being prepared. q or Ctrl+C leaves; without
+a terminal, or with --once, it prints one frame. Colours go with NO_COLOR. It only reads: a run never waits for it.
 """
 
 import argparse
@@ -18,14 +18,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from rich.console import Console
 from rich.live import Live as LiveDisplay
 
 from accerl_mp.tools.command_line import tool_parser
-from accerl_mp.tools.live import look
+from accerl_mp.tools.live import is_preparing, look
 from accerl_mp.tools.run_folder import NoRunError, RunFolder, find_run
 from accerl_mp.tools.top_screen import Frame, Screen
 
+_LOOK_S = 0.5
 SHOWN = ("TextWorld/WinRate", "Train/TokensPerSec", "Infer/TokensPerSec", "Infer/RunningRequestsMean")
 
 
@@ -44,21 +48,53 @@ def read_frame(run: RunFolder, *, is_interactive: bool = False) -> Frame:
         failure="" if live.is_running else run.failure(since=run.paths.begun() if live.is_launched else 0.0),
         is_stopped=run.paths.stop.exists(),
         has_ended=run.paths.ended.exists(),
+        begins_at=run.begins_at(),
         is_interactive=is_interactive,
     )
 
 
-def watch(run: RunFolder, console: Console, every_s: float) -> None:
-    """A frame every `every_s` seconds on the terminal's other screen, until q, Ctrl+C or SIGTERM.
+def watch(run: RunFolder, console: Console, every_s: float, folder: Path | None) -> None:
+    """A frame every `every_s` seconds on the terminal's other screen, until q, Ctrl+C or SIGTERM; `folder` as for `find_run`.
 
     waits for      a key, at most `every_s`
     at the end     the terminal is as it was
     """
     with _keys() as next_key, LiveDisplay(console=console, screen=True, auto_refresh=False) as display:
         while True:
-            display.update(Screen(read_frame(run, is_interactive=True)), refresh=True)
+            frame = read_frame(run, is_interactive=True)
+            display.update(Screen(frame), refresh=True)
             if next_key(every_s) in ("q", "Q", "\x03", "\x04"):
                 return
+            if not (frame.live.is_running or frame.is_starting):
+                run = _next_run(run, folder)
+
+
+def _next_run(run: RunFolder, folder: Path | None) -> RunFolder:
+    """The run that has begun since in the same folder of runs, where there is one."""
+    with suppress(NoRunError):  # all are gone: what was read of this one stays
+        if (newest := find_run(folder)) != run.run_dir:
+            return RunFolder(newest)
+    return run
+
+
+def wait_for_run(folder: Path | None) -> RunFolder:
+    """NoRunError where there is none and none is being prepared.
+
+    waits for      the run that launch.sh prepares, as long as it does
+    """
+    is_said, num_missed = False, 0
+    while True:
+        try:
+            return RunFolder(find_run(folder))
+        except NoRunError as error:
+            num_missed = 0 if is_preparing() else num_missed + 1
+            if num_missed > is_said:  # a second look, once it waits: preparing may have ended between the two of the first
+                raise
+            if not is_said:
+                what = str(error).partition(":")[0]
+                print(f"{what}; one is being prepared: this waits for it (Ctrl+C ends it)", file=sys.stderr, flush=True)
+                is_said = True
+        time.sleep(_LOOK_S)
 
 
 @contextmanager
@@ -92,17 +128,19 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.every <= 0:
         parser.error(f"--every {args.every}: must be above 0")
+    console = Console()
+    is_watched = console.is_terminal and sys.stdin.isatty() and not (args.once or console.is_dumb_terminal)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        run = RunFolder(find_run(args.run))
+        run = wait_for_run(args.run) if is_watched else RunFolder(find_run(args.run))
+        if is_watched:
+            watch(run, console, args.every, args.run)
+        else:
+            console.print(Screen(read_frame(run)))
     except NoRunError as error:
         parser.error(str(error))
-    console = Console()
-    if args.once or not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
-        console.print(Screen(read_frame(run)))
+    except KeyboardInterrupt:
         return 0
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with suppress(KeyboardInterrupt):
-        watch(run, console, args.every)
     return 0
 
 

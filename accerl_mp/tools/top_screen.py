@@ -40,16 +40,31 @@ class Frame:
     """Somebody has asked it to end."""
     has_ended: bool = False
     """Its newest start has ended in order."""
+    begins_at: tuple[int, int] = (0, 0)
+    """Optimizer step and round that its newest start goes on from."""
     is_interactive: bool = False
 
     @property
     def is_starting(self) -> bool:
-        """There is no supervisor yet, but somebody who is about to make one."""
-        return self.live.is_launched and not (self.live.is_running or self.failure or self.is_stopped or self.has_ended)
+        """There is no supervisor yet, but somebody who is about to make one; or nothing is played yet, as vLLM has no weights."""
+        if self.live.is_running:
+            return not self.live.has_weights and any(process.state in ("none", "starting") for process in self.live.processes)
+        return self.live.is_launched and not (self.failure or self.is_stopped or self.has_ended)
 
     @property
     def step(self) -> int:
-        return self.live.board.get("optimizer_step", self.status.get("step", 0)) if self.live.is_running else self.status.get("step", 0)
+        return self._now("optimizer_step", "step", self.begins_at[0])
+
+    @property
+    def round(self) -> int:
+        return self._now("round", "round", self.begins_at[1])
+
+    def _now(self, word: str, field_name: str, first: int) -> int:
+        """Of a run that starts, what it goes on from: its trainer says so only once it has read the state."""
+        if self.is_starting:
+            return first
+        noted = self.status.get(field_name, 0)
+        return max(self.live.board.get(word, noted), first) if self.live.is_running else noted
 
     @property
     def version(self) -> int:
@@ -132,7 +147,7 @@ def _title(frame: Frame, width: int) -> RenderableType:
     state, style = _run_state(frame)
     steps = f"step {frame.step}" + (f"/{frame.flags['max_steps']}" if "max_steps" in frame.flags else "")
     version = frame.version if frame.version >= 0 else "-"
-    right = Text.assemble((state, style), f" {duration(frame.status.get('wall_s', 0))}  {steps}  round {_round(frame)}  version {version}")
+    right = Text.assemble((state, style), f" {duration(frame.status.get('wall_s', 0))}  {steps}  round {frame.round}  version {version}")
     name = plain(frame.run_dir)
     room = max(4, width - len(right) - 2)
     name = name if len(name) <= room else f"..{name[2 - room :]}"
@@ -142,19 +157,15 @@ def _title(frame: Frame, width: int) -> RenderableType:
 def _run_state(frame: Frame) -> tuple[str, str]:
     if frame.live.holder:
         return f"held by pdb in {frame.live.holder}", "bold yellow"
-    if frame.live.is_running:
-        return "running", "bold green"
     if frame.is_starting:
         return "starting", "bold yellow"
+    if frame.live.is_running:
+        return "running", "bold green"
     if frame.failure:
         return "failed", "bold red"
     if frame.is_stopped:
         return "stopped", "bold"
     return ("ended", "bold") if frame.status.get("has_ended") else ("not running", "bold yellow")
-
-
-def _round(frame: Frame) -> int:
-    return frame.live.board.get("round", frame.status.get("round", 0)) if frame.live.is_running else frame.status.get("round", 0)
 
 
 def _numbers(frame: Frame, width: int, can_draw: bool) -> list[RenderableType]:
