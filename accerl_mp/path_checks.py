@@ -34,14 +34,15 @@ def _flag_of(path: str | None, config: Config) -> str:
 
 def game_folder(option: str, folder: str, config: Config) -> Iterator[str]:
     pattern = config.games.tw_game_pattern
+    if is_bad := not_a_pattern(pattern):
+        yield f"--tw-game-pattern {pattern!r}: it must be a pattern of files inside {option}, such as *.z8"
     if not os.path.isdir(folder):
         yield f"{option} {folder}: no such folder"
         return
     if not os.access(folder, os.R_OK | os.X_OK):
         yield f"{option} {folder} cannot be read: this user may not"
         return
-    if not_a_pattern(pattern):
-        yield f"--tw-game-pattern {pattern!r}: it must be a pattern of files inside {option}, such as *.z8"
+    if is_bad:
         return
     try:
         games = find_games(folder, pattern)

@@ -371,6 +371,40 @@ def test_prepare_reports_all_problems_at_once_and_touches_nothing(tmp_path: Path
     assert [path.name for path in (tmp_path / "a run").iterdir()] == ["args.json"]
 
 
+DEMO = ["--model-path", str(ROOT / "accerl_mp/presets/demo_model"), "--tw-game-dir", "runs/demo_games/train"]
+DEMO += ["--eval-game-dir", "runs/demo_games/heldout", "--placement", "cpu"]
+
+
+@pytest.mark.parametrize("is_half_made", [False, True])
+def test_what_cannot_work_is_said_before_the_demos_games_are_made(tmp_path: Path, is_half_made: bool) -> None:
+    """All of it at once, also what only the model's own files tell; nothing of games that are still to come."""
+    if is_half_made:
+        (tmp_path / "runs/demo_games/train").mkdir(parents=True)
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "accerl_mp/presets/demo_model", model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"vocab_size": 4}))
+    words = ["--batch-size", "0", "--replay-bytes", "1", "--tw-game-pattern", "../*", "--model-path", "model", "--resume", "nowhere"]
+    done = prepare(tmp_path, *DEMO, *words)
+    assert done.returncode == 2
+    said = [line.removeprefix("- ").split()[0].strip(":") for line in done.stderr.splitlines()[1:]]
+    expected = ["--batch-size", "--replay-bytes", "--model-path", "--resume"]
+    assert [flag for flag in said if flag in expected] == expected, done.stderr
+    assert "--tw-game-pattern" in said, done.stderr
+    assert "its config only 4 tokens" in done.stderr
+    assert not {"--tw-game-dir", "--eval-game-dir"} & set(said), done.stderr
+    assert list(tmp_path.rglob("*.z8")) == []
+    assert list(tmp_path.rglob("args.json")) == []
+
+
+@pytest.mark.parametrize("words", [["--max-steps", "5"], [], ["--tw-game-dir", "games"]])
+def test_flags_without_a_model_and_games_are_told_the_demos_file(tmp_path: Path, words: list[str]) -> None:
+    done = prepare(tmp_path, *words)
+    assert done.returncode == 2
+    expected = f"launch.sh: for the demo with these flags: bash launch.sh @accerl_mp/presets/demo.args {shlex.join(words)}".rstrip()
+    assert (done.stderr.splitlines()[-1] == expected) == ("--tw-game-dir" not in words), done.stderr
+
+
 def test_a_model_that_nobody_knows_is_refused_once_and_so_is_a_task(tmp_path: Path, model_and_games: list[str]) -> None:
     settings = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(settings | {"model_type": "nonsense9"}))

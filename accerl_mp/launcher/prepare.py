@@ -3,6 +3,7 @@
 python -m accerl_mp.launcher.prepare --answer FILE -- FLAGS...      FILE gets RUN_DIR, NPROC and RDZV_ENDPOINT for the shell
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -28,7 +29,8 @@ CONFIG_UNREADABLE = "its config cannot be read"
 """In the problem that launcher/tokenizer.py has with a model folder like that."""
 
 _PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir", "resume")
-_DEMO_GAMES = Path("runs/demo_games")
+_MAKER_LEAVES_S = 20.0
+_DEMO_GAMES, _SPLITS = Path("runs/demo_games"), ("train", "heldout")
 
 
 def main(argv: list[str]) -> int:
@@ -38,11 +40,9 @@ def main(argv: list[str]) -> int:
         return 0
     answer, words = _split(argv)
     try:
-        if _plays_demo_games(words):
-            _make_demo_games()
         answer.write_text(_shell_words(_prepare(words)))
     except ConfigError as error:
-        print(f"launch.sh: this cannot run:\n{error}", file=sys.stderr)
+        print("\n".join([f"launch.sh: this cannot run:\n{error}", *_hint(error.problems, words)]), file=sys.stderr)
         return 2
     except OSError as error:  # no room, most of all
         print(f"launch.sh: nothing was started: {error}", file=sys.stderr)
@@ -56,29 +56,56 @@ def _split(argv: list[str]) -> tuple[Path, list[str]]:
     return Path(argv[1]), argv[3:]
 
 
-def _plays_demo_games(words: list[str]) -> bool:
-    """Whether the flags name the demo's own games, and nothing is wrong with them."""
-    typed, problems = cli.read(words, environ=os.environ)
-    return not problems and os.path.realpath(typed.games.tw_game_dir or ".") == os.path.realpath(_DEMO_GAMES / "train")
+def _hint(problems: list[str], words: list[str]) -> list[str]:
+    """For flags without a model and games: they may have been meant for the demo."""
+    if not all(any(problem.startswith(f"{flag} is missing") for problem in problems) for flag in ("--model-path", "--tw-game-dir")):
+        return []
+    return [f"launch.sh: for the demo with these flags: bash launch.sh @accerl_mp/presets/demo.args {shlex.join(words)}".rstrip()]
+
+
+def _plays_demo_games(config: Config) -> bool:
+    return config.games.tw_game_dir == os.path.realpath(_DEMO_GAMES / "train")
+
+
+def _of_games_to_come(problem: str) -> bool:
+    """Of a folder that `_make_demo_games` is about to fill."""
+    folders = [f"{flag} {os.path.realpath(_DEMO_GAMES / split)}: " for flag in ("--tw-game-dir", "--eval-game-dir") for split in _SPLITS]
+    return problem.startswith(tuple(folders))
 
 
 def _make_demo_games() -> None:
-    """The demo's own games; at once when they are there. In a process of its own: TextWorld stays out of this one."""
+    """The demo's own games; at once when they are there. In a process of its own: TextWorld stays out of this one.
+
+    waits for      that process; where this one is to end (SystemExit), until it has tidied up, at most `_MAKER_LEAVES_S`
+    """
     import subprocess
 
     command = [sys.executable, "-m", "accerl_mp.tools.make_games", "--out", str(_DEMO_GAMES)]
-    if code := subprocess.run(command, check=False, stdout=sys.stderr).returncode:
+    with subprocess.Popen(command, stdout=sys.stderr) as maker:
+        try:
+            code = maker.wait()
+        except BaseException:
+            maker.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                maker.wait(_MAKER_LEAVES_S)
+            maker.kill()
+            raise
+    if code:
         raise SystemExit(code)  # it has said why
 
 
 def _prepare(words: list[str]) -> Config:
-    """All problems at once (ConfigError), then the run folder."""
+    """All problems at once (ConfigError), then the demo's games where they are played, then the run folder."""
     typed, unread = cli.read(words, environ=os.environ)
     gpus = visible_gpus()
     log_dir = run_folder_of(typed.run.resume) or f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"
     config = _absolute(resolve(typed, num_gpus=len(gpus), log_dir=log_dir))
-    paths = RunPaths(Path(config.metrics.log_dir or ""))
-    problems = checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes(), typed=typed)
+    paths, is_demo = RunPaths(Path(config.metrics.log_dir or "")), _plays_demo_games(config)
+
+    def check() -> list[str]:
+        return checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes(), typed=typed)
+
+    problems = [problem for problem in check() if not (is_demo and _of_games_to_come(problem))]
     problems += _log_level(config) + _env(config)
     if not unread + problems:
         print("launch.sh: looks at the model and the games", file=sys.stderr)  # the next line may take some seconds
@@ -91,6 +118,10 @@ def _prepare(words: list[str]) -> Config:
         start, of_resume, warnings = plan_start(config)
         if problems := unread + cli.without_those_of(unread, problems + of_resume):
             raise ConfigError(problems)
+        if is_demo:
+            _make_demo_games()
+            if problems := check():
+                raise ConfigError(problems)
         for warning in checks.warnings(config, typed) + warnings + (plan.warnings() if plan else []):
             print(f"launch.sh: warning: {warning}", file=sys.stderr)
         if plan:
@@ -202,6 +233,7 @@ def _make_run_folder(paths: RunPaths, config: Config, words: list[str], start: S
         with (paths.run_dir / "command.txt").open("a", errors="surrogateescape") as file:  # paths need not be UTF-8
             file.write(shlex.join(["bash", "launch.sh", *words]) + "\n")
         (paths.run_dir / "versions.json").write_text(json.dumps(_stack(), indent=2) + "\n")
+        paths.preparer.write_text(f"{os.getpid()}\n")
         config.save(paths.args)
         start.save(paths.resume)
 
