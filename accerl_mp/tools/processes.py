@@ -13,22 +13,24 @@ from typing import Any
 from accerl_mp.transport.process import die_with_parent
 
 _started: list["_Process"] = []
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def _interrupt_put_off() -> Iterator[None]:
-    """Ctrl+C is raised after the block, not in it.
+    """Ctrl+C, or SIGTERM, is raised after the block, not in it.
 
-    The signal is blocked for those who inherit that, and a handler puts it off, because another thread may take it.
+    Ctrl+C is blocked for those who inherit that, and a handler puts both off, because another thread may take them.
     """
     pressed: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _frame: pressed.append(number))
+    handlers = {number: signal.signal(number, lambda number, _frame: pressed.append(number)) for number in _STOPS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         if pressed:
             raise KeyboardInterrupt
 
@@ -58,9 +60,13 @@ class _Pool(ProcessPoolExecutor):
 def open_pool(num_processes: int) -> Iterator[ProcessPoolExecutor]:
     """Fresh interpreters, for one pool at a time. If the block fails or is interrupted, what they do is cut short.
 
+    SIGTERM interrupts it as Ctrl+C does: a tool that died of it would leave the pool's semaphores, which Python's tracker tells
+    the terminal. For the main thread.
+
     waits for      at the end, the tasks that are not done; after a failure, only until processes have left theirs
     """
     pool, is_done = _Pool(num_processes, mp_context=_Context(), initializer=_begin, initargs=(os.getpid(),)), False
+    on_term = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield pool
         is_done = True
@@ -69,6 +75,7 @@ def open_pool(num_processes: int) -> Iterator[ProcessPoolExecutor]:
             process.terminate()
         pool.shutdown(cancel_futures=not is_done)
         _started.clear()
+        signal.signal(signal.SIGTERM, on_term)
 
 
 def _begin(parent_pid: int) -> None:
