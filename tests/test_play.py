@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from chat_fixture import build_tokenizer
@@ -319,6 +320,53 @@ def test_evaluate_names_all_wrong_folders_at_once(tmp_path: Path, capfd: pytest.
     assert f"{tmp_path / 'b'}: no such folder" in shown
 
 
+@pytest.mark.parametrize("limits", [(20, 6), (6, 6)])
+def test_columns_of_unequal_turn_limits_say_so(limits: tuple[int, int], capfd: pytest.CaptureFixture[str]) -> None:
+    """A model folder has 20 turns, a run its own: the table must not look as if one were better."""
+    policy = policies.Policy("a", Path("a"), None)
+    records = [{"won": True, "score": 1, "max_score": 1, "num_invalid": 0, "num_turns": 2, "num_env_steps": 2, "path": "x.z8"}]
+    columns = {evaluate.Column(place, policy, 1.0, limit): records for place, limit in enumerate(limits)}
+    evaluate.show(columns, terminal.Terminal())
+    shown = "".join(capfd.readouterr())
+    is_unequal = limits[0] != limits[1]
+    assert ("--max-episode-steps N gives all the same" in shown) == is_unequal
+    assert [f"at most {limit} turns" in shown for limit in limits] == [is_unequal] * 2
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "expected"),
+    [
+        (
+            play,
+            "--episode 4 --seed x --dtype fp8 --num-samples 0",
+            "--seed x: expected a whole number|--dtype fp8: expected one of auto|--episode: no such flag; did you mean --episodes?|"
+            "--game-dir is missing|--num-samples must be at least 1, got 0|--model-path is missing",
+        ),
+        (
+            evaluate,
+            "nowhere --seeds 1 x --zzz --gpu-memory-utilization y --temperatures -1",
+            "--seeds x: expected a whole number|--gpu-memory-utilization y: expected a number|--zzz: no such flag; --help lists them|"
+            "--temperatures must be at least 0|nowhere: no such folder",
+        ),
+        (evaluate, "--seed 1", "--seed: no such flag; did you mean --seeds?"),
+        (evaluate, "--seeds 1", "RUN_OR_MODEL is missing"),
+        (play, "--game-dir", "argument --game-dir: expected one argument"),
+    ],
+)
+def test_unknown_flags_get_a_guess_and_all_problems_are_said_at_once(
+    tool: ModuleType, words: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = tool.main(words.split())
+    except SystemExit as end:
+        code = end.code
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("- ")]
+    assert code == 2
+    for start in expected.split("|"):
+        assert any(line.startswith(f"- {start}") for line in said), (start, said)
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(320)
 def test_play_with_a_real_engine(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -406,6 +454,7 @@ def test_evaluate_compares_models_and_repeats_itself(games_dir: Path, tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [result["temperature"] for result in results] == [0.0, 1.0, 0.0, 1.0]
+    assert {result["max_episode_steps"] for result in results} == {4}
     assert [result["all"]["episodes"] for result in results] == [6] * 4
     # The same model, games and seeds: the greedy rows agree, and so do the two seeds within them.
     assert results[0]["all"] == results[2]["all"]

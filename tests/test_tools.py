@@ -173,6 +173,24 @@ def test_help_says_how_a_tool_is_called_and_every_default(tool: ModuleType, monk
             assert f"{action.help} [{' '.join(map(str, default))}]" in words
 
 
+@pytest.mark.parametrize("tool", ["top", "report", "play", "evaluate", "make_games", "make_model", "sft", "walks", "make_demo_model"])
+def test_a_tool_that_is_called_during_the_set_up_says_so(tool: str) -> None:
+    """Python without its packages, as it is until pip is through: -S leaves them out."""
+    command = [sys.executable, "-S", "-m", f"accerl_mp.tools.{tool}", "--help"]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+    assert "this environment is not complete yet (numpy and 9 more missing): bash launch.sh is setting it up" in done.stderr
+
+
+def test_a_tool_says_all_that_is_wrong_with_its_flags_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        make_games.main(["--ot", "x", "--kind", "foo", "--seed", "1.5", "--processes", "2"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err.splitlines()[1:]
+    assert said[1:] == ["- --seed 1.5: expected a whole number", "- --ot: no such flag; did you mean --out?"]
+    assert said[0].startswith("- --kind foo: expected one of quest, cooking")
+
+
 def test_renaming_is_consistent_and_keeps_what_commands_mean() -> None:
     words = made_up_words()
     assert len(words) == len(set(words)) == 3000
@@ -339,6 +357,20 @@ def start_working(tool: str, out: Path, game_dir: Path) -> subprocess.Popen:
     while running.poll() is None and len(processes_of(running.pid)) < 3:
         time.sleep(0.05)
     return running
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tool", ["make_games", "walks"])
+def test_a_pool_that_is_told_to_end_leaves_no_semaphore(tool: str, game_dir: Path, tmp_path: Path) -> None:
+    """SIGTERM to the whole group, as launch.sh's Ctrl+C does it while the demo's games are made."""
+    running = start_working(tool, tmp_path / "a", game_dir)
+    os.killpg(running.pid, signal.SIGTERM)
+    shown = running.communicate(timeout=60)[1]
+    assert running.returncode == 130, shown
+    assert f"{tool}: stopped; " in shown.splitlines()[-1], shown
+    assert "resource_tracker" not in shown
+    assert "Traceback" not in shown
+    assert wait_until_gone(running.pid) == []
 
 
 @pytest.mark.timeout(300)

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import TEXTWORLD, Config, ConfigError
 from accerl_mp.tools import scores
@@ -40,6 +43,8 @@ class Column:
     """Of the model among those named: one that is named twice is played twice."""
     policy: Policy
     temperature: float
+    max_turns: int
+    """After so many an episode is cut."""
 
     @property
     def label(self) -> str:
@@ -68,14 +73,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def prepare(args: argparse.Namespace) -> tuple[list[tuple[Policy, Config]], list[str]]:
-    """Models with their settings, and games; ConfigError with every problem at once."""
+def prepare(args: argparse.Namespace, unread: list[str]) -> tuple[list[tuple[Policy, Config]], list[str]]:
+    """Models with their settings, and games; ConfigError with every problem at once, also those of flags that could not be read."""
     args.json = args.json or Path("runs/evaluate") / f"{datetime.now():%Y%m%d_%H%M%S}.json"
-    problems, policies = flag_problems(args) + list(cannot_be_made("--json", args.json.parent)), []
+    problems, policies = unread + flag_problems(args) + list(cannot_be_made("--json", args.json.parent)), []
     if args.json.is_dir():
         problems.append(f"--json {args.json} is a folder; name a file")
     are_flags_right = not problems
-    for path in args.policies:
+    for path in args.policies or []:
         with collecting(problems):
             newest = find_policy(path)
             exports = list_exports(path) if args.all_exports and newest.run_dir == path else [newest.folder]
@@ -118,11 +123,10 @@ def play_policy(
             played: dict[Column, list[Record]] = {}
             for temperature in args.temperatures:
                 for seed in args.seeds:
-                    engine.restart(seed)
                     seats = plan_seats(games, num_episodes, seed=seed, temperature=temperature)
                     player = open_player(config, engine, num_open=args.vllm_max_num_seqs)
                     records = await play_seats(player, seats, num_open=args.vllm_max_num_seqs, on_end=lambda _record: advance())
-                    played.setdefault(Column(place, policy, temperature), []).extend(
+                    played.setdefault(Column(place, policy, temperature, config.games.tw_max_episode_steps), []).extend(
                         without_logprobs(record) | {"seed_of": str(seed)} for record in records
                     )
             return played
@@ -143,8 +147,12 @@ def show(columns: dict[Column, list[Record]], terminal: Terminal) -> None:
     """One row a model and temperature; then win rates by kind and length of game, a column each."""
     numbers = [f"({number})" for number in range(1, len(columns) + 1)]
     played = zip(numbers, columns.items(), strict=True)
-    rows = [[f"{number} {column.label}", *scores.cells(records)] for number, (column, records) in played]
+    is_unequal = len({column.max_turns for column in columns}) > 1
+    limits = {column: f", at most {column.max_turns} turns" if is_unequal else "" for column in columns}
+    rows = [[f"{number} {column.label}{limits[column]}", *scores.cells(records)] for number, (column, records) in played]
     terminal.table("95 % intervals in brackets", ["", *scores.HEADER], rows)
+    if is_unequal:
+        terminal.say("not all had as many turns, so these rates do not compare: --max-episode-steps N gives all the same")
     groups = [scores.grouped(records, kind_and_length) for records in columns.values()]
     kinds = sorted({kind for group in groups for kind in group})
     terminal.out.print()
@@ -158,6 +166,7 @@ def save(columns: dict[Column, list[Record]], broken: list[Record], args: argpar
             "model": str(column.policy.folder),
             "run": str(column.policy.run_dir or ""),
             "temperature": column.temperature,
+            "max_episode_steps": column.max_turns,
             "all": scores.as_json(records),
             "by_kind_and_length": {kind: scores.as_json(part) for kind, part in scores.grouped(records, kind_and_length).items()},
             "by_seed": {seed: scores.as_json(part) for seed, part in scores.grouped(records, lambda record: record["seed_of"]).items()},
@@ -184,11 +193,11 @@ def finish(columns: dict[Column, list[Record]], args: argparse.Namespace, termin
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    args, unread = build_parser().read(argv)
     terminal = Terminal()
     columns: dict[Column, list[Record]] = {}
     try:
-        policies, games = prepare(args)
+        policies, games = prepare(args, unread)
         for place, (policy, config) in enumerate(policies):
             with quiet(args.json.with_suffix(".log"), terminal):
                 columns |= play_policy(place, policy, config, games, args, terminal)

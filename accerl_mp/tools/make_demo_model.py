@@ -15,6 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from accerl_mp.tools import make_games, make_model, sft, walks
 from accerl_mp.tools.command_line import tool_parser
 

@@ -20,6 +20,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 import numpy as np
 import textworld
 from textworld.generator import compile_game, make_grammar, make_quest, make_world

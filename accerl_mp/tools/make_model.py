@@ -22,6 +22,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 import torch
 from safetensors import SafetensorError
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers

@@ -14,6 +14,9 @@ from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import TEXTWORLD, Config, ConfigError
 from accerl_mp.tools import scores
@@ -69,11 +72,11 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--verbose", action="store_true", help="print each turn of each episode as it ends")
 
 
-def prepare(args: argparse.Namespace) -> tuple[Config, list[str]]:
-    """Settings and games; ConfigError with every problem at once."""
+def prepare(args: argparse.Namespace, unread: list[str]) -> tuple[Config, list[str]]:
+    """Settings and games; ConfigError with every problem at once, also those of flags that could not be read."""
     out = args.out or Path("runs/play") / f"{datetime.now():%Y%m%d_%H%M%S}"
     args.out, config, games = out, Config(), []
-    problems = flag_problems(args) + list(cannot_be_made("--out", out))
+    problems = unread + flag_problems(args) + list(cannot_be_made("--out", out))
     with collecting(problems, "--model-path "):
         if args.model_path is not None:
             policy = find_policy(args.model_path)
@@ -82,7 +85,8 @@ def prepare(args: argparse.Namespace) -> tuple[Config, list[str]]:
             problems.append("--model-path is missing: there is nobody to play (--human: you)")
     env = args.env or config.games.env
     with collecting(problems):
-        games = list_played_games(args.game_dir, args.game_pattern, args.game_limit, needs_json=env == TEXTWORLD)
+        if args.game_dir:  # else it is among the unread
+            games = list_played_games(args.game_dir, args.game_pattern, args.game_limit, needs_json=env == TEXTWORLD)
     if env != args.env:
         problems += env_problems(env)
     if problems:
@@ -102,7 +106,6 @@ def play_with_model(config: Config, games: list[str], args: argparse.Namespace, 
         with terminal.waiting("starting vLLM"):
             engine = stack.enter_context(open_engine(config))
         engine.top_p = args.top_p
-        engine.restart(args.seed)
         player = open_player(config, engine, num_open=args.vllm_max_num_seqs, num_samples=args.num_samples)
         advance = stack.enter_context(terminal.progress("playing", len(seats)))
 
@@ -167,10 +170,10 @@ def finish(records: list[Record], terminal: Terminal, out: Path) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    args, unread = build_parser().read(argv)
     terminal = Terminal()
     try:
-        config, games = prepare(args)
+        config, games = prepare(args, unread)
         if args.fallback_action:
             terminal.say("--fallback-action has no effect: an invalid reply is told to the model, and counts")
         args.out.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from accerl_mp.cli import option_of
 from accerl_mp.config import Config, ConfigError
 from accerl_mp.stats.bottleneck import Doctor
@@ -219,13 +222,17 @@ def headlines(run: RunFolder) -> str:
         "held-out win rate": f"{first['win_rate']:.2f} \u2192 {last['win_rate']:.2f}"
         if "win_rate" in first and "win_rate" in last
         else None,
-        "training win rate": f"{status['win_rate']:.2f}" if "win_rate" in status else None,
+        f"win rate of the last {status.get('window_episodes', 0):,.0f} training episodes": f"{status['win_rate']:.2f}"
+        if "win_rate" in status
+        else None,
         "optimizer steps": f"{status.get('step', 0):,}",
         "episodes": f"{status.get('episodes', 0):,}",
         "time in rounds": f"{status.get('training_s', 0) / 60:.1f} min",
-        "tokens/s trained": f"{throughput['trained_tokens_per_s']:,.0f}" if "trained_tokens_per_s" in throughput else None,
-        "tokens/s generated": f"{throughput['generated_tokens_per_s']:,.0f}" if "generated_tokens_per_s" in throughput else None,
-        "restarts": f"{status.get('restarts', 0):.0f}",
+        **{
+            f"tokens/s {what}, last round": f"{throughput[f'{what}_tokens_per_s']:,.0f}" if f"{what}_tokens_per_s" in throughput else None
+            for what in ("trained", "generated")
+        },
+        "processes restarted": f"{len(run.restarts())}" + (f", in {starts} starts" if (starts := len(run.commands())) > 1 else ""),
     }
     cells = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text is not None)
     state = f'<p class="said">{escape(said)}</p>' if (said := _how_it_ended(run)) else ""

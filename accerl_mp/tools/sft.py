@@ -18,6 +18,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 import torch
 from torch import nn
 from torch.nn import functional as F

@@ -17,6 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from accerl_mp.bounds import out_of_bounds
 from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import ConfigError
