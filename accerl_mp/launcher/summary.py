@@ -58,7 +58,7 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     all_s = status.get("training_s", 0.0)
     is_of_this_start = status.get("begun", paths.begun()) == paths.begun()  # else it ended before its stats process had begun
     rounds_s = status.get("start_training_s", all_s) if is_of_this_start else 0.0
-    before = f" (of all starts {_minutes(all_s)})" if all_s > rounds_s else ""
+    before = [f"  with earlier starts {_minutes(all_s)} in rounds"] if all_s > rounds_s else []
     how = "stopped on request" if paths.stop.exists() else "finished"
     num_steps = max(status.get("step", 0), newest_step(paths.resume))
     lines = [
@@ -69,7 +69,8 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     lines += _evaluation(status)
     return [
         *lines,
-        f"  wall time           {_minutes(wall_s)}, of which rounds {_minutes(rounds_s)}{before}",
+        f"  wall time           {_minutes(wall_s)}, of which rounds {_minutes(rounds_s)}",
+        *before,
         f"  run folder          {paths.run_dir}",
         f"  report              {report_command(paths.run_dir)}",
         f"  TensorBoard         {tensorboard_command(paths.run_dir)}",
