@@ -22,6 +22,7 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from accerl_mp.config import Config
 from accerl_mp.recovery import Start
 from accerl_mp.stats import events, tags
+from accerl_mp.stats.__main__ import DRAIN_QUIET_S
 from accerl_mp.stats.bottleneck import NUM_ROUNDS, Doctor, Situation, bottleneck, situation
 from accerl_mp.stats.collector import SETTLE_S, Collector
 from accerl_mp.stats.status import Status
@@ -31,7 +32,7 @@ from accerl_mp.stats.writer import AppendFile, MetricFiles
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MetricsSender
-from accerl_mp.transport.health import HealthTable
+from accerl_mp.transport.health import STATES, HealthTable
 
 REFERENCE_TAGS = """
 TextWorld/NormalizedScore TextWorld/WinRate TextWorld/InvalidActionRate Replay/FillRatio Replay/TrainSampleTrainerVersionLagMean
@@ -244,6 +245,7 @@ def test_a_run_that_goes_on_has_its_window_and_repeated_episodes_count_once(tmp_
 
 def test_a_stats_process_that_was_killed_loses_seconds_of_the_window(tmp_path: Path) -> None:
     """It is written every ten seconds, and not each round."""
+    RunPaths(tmp_path).args.write_text("{}")  # one start of the run
     for start in range(2):
         collector, files = collector_in(tmp_path)
         for number in range(48):
@@ -686,6 +688,18 @@ def test_a_sentence_stands_for_the_newest_rounds() -> None:
     assert last == "trainer-bound: trainer computed 100 %; raise --fsdp-world-size"
 
 
+def test_a_long_round_weighs_as_much_as_it_took(tmp_path: Path) -> None:
+    """A round of 38 s in which the trainer waited, then one of 2 s: 95 % of the time, not half of it."""
+    collector, files = collector_in(tmp_path, placement="dedicated")
+    for step, now_s, waited_s in ((1, 38.0, 38.0), (2, 40.0, 0.0)):
+        collector.take(values(values={"Time/trainer/wait": (waited_s, 1, waited_s), "Time/rollout/reply": (1.0, 1, 1.0)}), now_s)
+        collector.take(round_record(step, step), now_s)
+        collector.close_due(now_s + 0.2)
+    files.close()
+    assert [line["Run/RoundSeconds"] for line in lines_of(tmp_path)] == [38.0, pytest.approx(2.0)]
+    assert read_status(tmp_path)["bottleneck"].startswith("generation-bound: trainer waited 95 %")
+
+
 def test_a_round_has_the_cores_that_were_free_in_it(tmp_path: Path) -> None:
     """Not what was free while vLLM started."""
     free = iter([1.9, 0.2, None])
@@ -752,7 +766,7 @@ def a_run(run_dir: Path, **flags: Any) -> Iterator[RunPaths]:
     """What the launcher and the supervisor make before stats starts."""
     paths = RunPaths(run_dir)
     Config.from_flat({"grpo_group_size": 2, "placement": "cpu"} | flags).save(paths.args)
-    table, board = HealthTable.create(paths.health, ["stats/0", "rollout/0"]), Board.create(paths.board)
+    table, board = HealthTable.create(paths.health, ["stats/0", "rollout/0", "trainer/0"]), Board.create(paths.board)
     table.set_word(1, "num_restarts", 2)
     try:
         yield paths
@@ -818,6 +832,30 @@ def test_the_process_writes_rounds_and_a_killed_one_is_replaced(tmp_path: Path) 
     assert (status["step"], status["round"], status["restarts"], status["eval_first"]["win_rate"]) == (49, 49, 2, 0.5)
     assert b"round 49  step 49  win" in said
     assert b"evaluation at step 1, version 1: win 0.50" in said
+
+
+def test_a_stopped_run_has_the_round_that_its_trainer_closes_last(tmp_path: Path) -> None:
+    """A step that was begun is finished first: stats waits for that as long as rank 0 is there."""
+    with ExitStack() as stack:
+        paths = stack.enter_context(a_run(tmp_path))
+        trainer = stack.enter_context(closing(MetricsSender(paths, "trainer/0")))
+        table, board = (
+            stack.enter_context(closing(kind.attach(path))) for kind, path in ((HealthTable, paths.health), (Board, paths.board))
+        )
+        table.set_word(2, "pid", os.getpid())
+        table.set_word(2, "state", STATES.index("running"))
+        process = stack.enter_context(running_stats(paths))
+        while table.read(0).state != "running":
+            assert process.poll() is None
+            time.sleep(0.02)
+        board.set("stop", 1)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(4 * DRAIN_QUIET_S)
+        trainer.round({"step": 1, "version": 1})
+        time.sleep(0.2)
+        table.set_word(2, "state", STATES.index("ended"))
+        assert process.wait(20) == 0
+    assert [line["step"] for line in lines_of(tmp_path)] == [1]
 
 
 # Cost

@@ -52,7 +52,7 @@ def process(name: str, **changes: Any) -> ProcessView:
 def frame(processes: list[ProcessView] | None = None, **changes: Any) -> Frame:
     given = {
         "run_dir": "runs/x", "live": Live(processes or []), "status": STATUS, "flags": {"max_steps": 100, "max_policy_lag": 8},
-        "series": {"TextWorld/WinRate": [i / 100 for i in range(90)]},
+        "series": {"TextWorld/WinRate": [i / 100 for i in range(90)], "GRPO/ZeroStdRate": [1.0, 0.2, 0.4, 0.6, 0.8]},
     }  # fmt: skip
     return Frame(**given | changes)
 
@@ -268,7 +268,14 @@ def test_a_frame_says_what_the_run_does() -> None:
     text = "\n".join(lines_of(frame([process("supervisor/0"), *processes]), width=120))
     expected = [
         *("1:02:05", "step 24/100", "round 12", "version 12", "0.61", "last 1,000", "invalid 3.4 %", "0.75 at step 20"),
-        *("0.25 before (step 0)", "best 0.80 (step 10)", "trained 1,036", "mean 1.2  oldest 3  limit 8", "wait 61 %  compute 35 %"),
+        *(
+            "50 % end alike",
+            "0.25 before (step 0)",
+            "best 0.80 (step 10)",
+            "trained 1,036",
+            "mean 1.2  oldest 3  limit 8",
+            "wait 61 %  compute 35 %",
+        ),
         *(STATUS["bottleneck"], "ring/0 to hold 32 samples", "1:15", "works"),
     ]
     for part in expected:

@@ -10,6 +10,7 @@ from accerl_mp.config import Config
 FREE_CORES = "Run/FreeCores"
 FILL = "Replay/FillRatio"
 NO_SIGNAL = "GRPO/ZeroStdRate"
+ROUND_SECONDS = "Run/RoundSeconds"
 
 IS_MUCH = 0.25
 """Share of the trainer's time from which waiting or pushing is worth a word."""
@@ -24,7 +25,7 @@ NO_CORE_IS_FREE = 0.5
 """Idle cores below which one more busy process would only take time from the others."""
 
 NUM_ROUNDS = 4
-"""A sentence stands for the mean of so many rounds: in a single one the trainer happens to wait or not."""
+"""A sentence stands for the mean of so many rounds, by their time: in a single one the trainer happens to wait or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +89,16 @@ class Doctor:
 
 
 def _means(rounds: Collection[Mapping[str, float]]) -> dict[str, float]:
-    """Of the tags of a situation over the rounds that have them; a phase counts 0 in a round in which its role named others only."""
+    """Of the tags of a situation over the time of the rounds that have them: one of 40 s counts twenty times one of 2 s.
+
+    A phase counts 0 in a round in which its role named others only.
+    """
     means: dict[str, float] = {}
     for tag in {tag for values in rounds for tag in values if tag.startswith("Time/") or tag in (FILL, FREE_CORES, NO_SIGNAL)}:
         role = tag.rpartition("/")[0] + "/" if tag.startswith("Time/") else tag
-        said = [values.get(tag, 0.0) for values in rounds if any(other.startswith(role) for other in values)]
-        means[tag] = sum(said) / len(said)
+        said = [values for values in rounds if any(other.startswith(role) for other in values)]
+        seconds = [values.get(ROUND_SECONDS, 1.0) for values in said]
+        means[tag] = sum(values.get(tag, 0.0) * round_s for values, round_s in zip(said, seconds, strict=True)) / sum(seconds)
     return means
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accerl_mp.config import Config
-from accerl_mp.stats.bottleneck import FREE_CORES, Doctor
+from accerl_mp.stats.bottleneck import FREE_CORES, ROUND_SECONDS, Doctor
 from accerl_mp.stats.status import Status
 from accerl_mp.stats.tags import TAGS, X_AXES, lookup
 from accerl_mp.stats.window_file import WindowFile
@@ -148,6 +148,7 @@ class Collector:
     def _values(self, now_s: float, round_s: float) -> dict[str, float]:
         """Every number of the round."""
         if round_s > 0:
+            self._sums.add(ROUND_SECONDS, "stats", round_s)
             self._sums.add("Rollout/EpisodesPerSec", "stats", self._num_episodes, round_s)
         self._num_episodes = 0
         values = self._sums.reduce(round_s) | self._window.values(now_s)

@@ -180,6 +180,7 @@ _ROWS: tuple[Tag, ...] = (
         "Run/TrainerRestarts", "restarts", "last", "trainer/0", "event", "times that the run was started again because a trainer rank died"
     ),
     Tag("Run/FreeCores", "cores", "mean", "stats", "always", "of the cores that the run may use, those that nobody used"),
+    Tag("Run/RoundSeconds", "s", "mean", "stats", "always", "wall time of a round, from the last one's end to its own"),
     # The metrics themselves
     Tag("Stats/DroppedRecords", "records", "sum", "every role", "event", "records that senders dropped: stats was slow or away"),
     Tag("Stats/NonFinite", "tags", "last", "stats", "event", "tags that were NaN or infinite in the round (left out of metrics.jsonl)"),

@@ -222,9 +222,7 @@ def headlines(run: RunFolder) -> str:
         "held-out win rate": f"{first['win_rate']:.2f} \u2192 {last['win_rate']:.2f}"
         if "win_rate" in first and "win_rate" in last
         else None,
-        f"win rate of the last {status.get('window_episodes', 0):,.0f} training episodes": f"{status['win_rate']:.2f}"
-        if "win_rate" in status
-        else None,
+        f"win rate, last {status.get('window_episodes', 0):,.0f} episodes": f"{status['win_rate']:.2f}" if "win_rate" in status else None,
         "optimizer steps": f"{status.get('step', 0):,}",
         "episodes": f"{status.get('episodes', 0):,}",
         "time in rounds": f"{status.get('training_s', 0) / 60:.1f} min",

@@ -30,7 +30,7 @@ from accerl_mp.tools.run_folder import NoRunError, RunFolder, find_run
 from accerl_mp.tools.top_screen import Frame, Screen
 
 _LOOK_S = 0.5
-SHOWN = ("TextWorld/WinRate", "Train/TokensPerSec", "Infer/TokensPerSec", "Infer/RunningRequestsMean")
+SHOWN = ("TextWorld/WinRate", "Train/TokensPerSec", "Infer/TokensPerSec", "Infer/RunningRequestsMean", "GRPO/ZeroStdRate")
 
 
 def read_frame(run: RunFolder, *, is_interactive: bool = False) -> Frame:

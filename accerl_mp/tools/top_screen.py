@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from accerl_mp.stats.bottleneck import NUM_ROUNDS
 from accerl_mp.tools.live import Live, ProcessView
 
 WAITS = {"wait", "reply", "work", "ack", "idle", "evaluation"}
@@ -175,6 +176,7 @@ def _numbers(frame: Frame, width: int, can_draw: bool) -> list[RenderableType]:
         ("win rate", _win_rate(frame, spark, can_draw)),
         ("held out", _held_out(frame)),
         ("tokens/s", _throughput(frame, spark, can_draw)),
+        ("groups", _groups(frame)),
         ("lag", _lag(frame)),
         ("rings" if frame.live.rings else "engines", _rings(frame, can_draw)),
         *((role, _shares(shares, can_draw)) for role, shares in _by_role(frame.status)),
@@ -230,6 +232,12 @@ def _throughput(frame: Frame, width: int, can_draw: bool) -> Text:
     rates = (("samples", "samples_per_s"), ("episodes", "episodes_per_s"))
     line.append("  ".join(f"{name} {now[key]:.1f}/s" for name, key in rates if key in now))
     return line
+
+
+def _groups(frame: Frame) -> Text:
+    """Where nothing is to be learned from some; of the newest rounds that closed groups."""
+    newest = list(frame.series.get("GRPO/ZeroStdRate", ()))[-NUM_ROUNDS:]
+    return Text(f"{100 * statistics.mean(newest):.0f} % end alike: no signal in them" if any(newest) else "")
 
 
 def _lag(frame: Frame) -> Text:
