@@ -325,6 +325,7 @@ def test_columns_of_unequal_turn_limits_say_so(limits: tuple[int, int], capfd: p
     """A model folder has 20 turns, a run its own: the table must not look as if one were better."""
     policy = policies.Policy("a", Path("a"), None)
     records = [{"won": True, "score": 1, "max_score": 1, "num_invalid": 0, "num_turns": 2, "num_env_steps": 2, "path": "x.z8"}]
+    records = [record | {"truncated": False, "lost": False} for record in records]
     columns = {evaluate.Column(place, policy, 1.0, limit): records for place, limit in enumerate(limits)}
     evaluate.show(columns, terminal.Terminal())
     shown = "".join(capfd.readouterr())

@@ -269,7 +269,7 @@ def test_a_frame_says_what_the_run_does() -> None:
     expected = [
         *("1:02:05", "step 24/100", "round 12", "version 12", "0.61", "last 1,000", "invalid 3.4 %", "0.75 at step 20"),
         *(
-            "50 % end alike",
+            "50 % alike",
             "0.25 before (step 0)",
             "best 0.80 (step 10)",
             "trained 1,036",
@@ -311,7 +311,10 @@ def test_a_frame_fits_the_terminal_whatever_the_run(width: int, height: int, num
     others = [
         process(name, error="x" * 300, waits_for="y" * 300) for name in ("supervisor/0", "trainer/0", "inference/0", "ingest/0", "stats/0")
     ]
-    lines = lines_of(frame([*others, *rollouts], is_interactive=True, failure="z" * 90), width, height)
+    shown = frame([*others, *rollouts], is_interactive=True, failure="z" * 90, status=STATUS | {"invalid_action_rate": 1.0})
+    lines = lines_of(shown, width, height)
+    assert any("last 1,000  invalid 100.0 %" in line for line in lines)
+    assert ("alike" in " ".join(lines)) == (width >= 80)
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
     assert any(line.startswith("q quits") for line in lines), "the last line is still there"

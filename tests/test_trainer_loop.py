@@ -95,6 +95,15 @@ class StoppedBesideSync(RecordingSync):
         return super().finish_push()
 
 
+class StoppedAtItsStartSync(RecordingSync):
+    """The run is asked to end once a round is trained, as its push begins."""
+
+    def start_push(self, version: int, *, trainable_only: bool) -> None:
+        if version == 2:
+            raise Closed("asked to stop in a push")
+        super().start_push(version, trainable_only=trainable_only)
+
+
 class StoppedAtOnceSync(RecordingSync):
     """The run is asked to end in its first push."""
 
@@ -213,6 +222,10 @@ def _stopped_rank(rank: int, run_dir: str) -> None:
 
 def _rank_stopped_beside(rank: int, run_dir: str) -> None:
     _rank(rank, run_dir, StoppedBesideSync)
+
+
+def _rank_stopped_at_its_start(rank: int, run_dir: str) -> None:
+    _rank(rank, run_dir, StoppedAtItsStartSync)
 
 
 def _rank_stopped_at_once(rank: int, run_dir: str) -> None:
@@ -349,11 +362,12 @@ def test_a_stop_inside_a_push_saves_and_exports(make_run: Any) -> None:
     assert json.loads((run.paths.run_dir / "checkpoints" / "latest" / "trainer_state.json").read_text())["optimizer_step"] == 4
 
 
-def test_a_round_that_was_trained_before_a_stop_is_in_the_curves(make_run: Any) -> None:
+@pytest.mark.parametrize("rank", [_rank_stopped_beside, _rank_stopped_at_its_start], ids=["before its push", "as its push begins"])
+def test_a_round_that_was_trained_before_a_stop_is_in_the_curves(make_run: Any, rank: Any) -> None:
     """Its push, and the evaluation after it, are the next start's first."""
     run = make_run(max_steps=10_000, resume_every_rounds=0, verify_sync=0, eval_game_dir="held-out", eval_every_rounds=4)
     run.paths.stop.touch()
-    run.train(_rank_stopped_beside)  # both exit with 0
+    run.train(rank)  # both exit with 0
     assert [(record["round"], record["step"]) for record in run.rounds()] == [(1, 2), (2, 4)]
     start = run.start_again(max_steps=8)
     assert start.saved is not None

@@ -130,8 +130,9 @@ class Collector:
             values[FREE_CORES] = free
         bound = self._doctor.say(values)
         number = record.get("round") or self._status.round + 1
-        self._files.write(step=record["step"], version=record["version"], time_s=record["time"], values=values)
+        # The line last: who has seen it finds the rest of its round.
         self._files.write_histograms(step=record["step"], time_s=record["time"], counted=self._histograms.take())
+        self._files.write(step=record["step"], version=record["version"], time_s=record["time"], values=values)
         self._status.close_round(
             number=number, step=record["step"], version=record["version"], round_s=round_s, values=values, sentence=bound
         )

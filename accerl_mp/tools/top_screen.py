@@ -22,6 +22,7 @@ STATE_STYLES = {
 LONG_WAIT_S = 30.0
 """From here on a wait is in the logs too."""
 _LABEL_WIDTH = 11
+_GROUPS_WIDTH = 78
 _SPARK, _ASCII_SPARK = "".join(map(chr, range(0x2581, 0x2589))), "_.-=*#"
 _FULL, _LIGHT = "\u2588", "\u2591"
 
@@ -173,10 +174,9 @@ def _numbers(frame: Frame, width: int, can_draw: bool) -> list[RenderableType]:
     """Labelled lines; one of which nothing is measured yet is left out."""
     spark = max(8, min(40, (width - 60) // 2 + 10))
     rows = [
-        ("win rate", _win_rate(frame, spark, can_draw)),
+        ("win rate", _win_rate(frame, spark, can_draw, with_groups=width >= _GROUPS_WIDTH)),
         ("held out", _held_out(frame)),
         ("tokens/s", _throughput(frame, spark, can_draw)),
-        ("groups", _groups(frame)),
         ("lag", _lag(frame)),
         ("rings" if frame.live.rings else "engines", _rings(frame, can_draw)),
         *((role, _shares(shares, can_draw)) for role, shares in _by_role(frame.status)),
@@ -198,13 +198,16 @@ def _numbers(frame: Frame, width: int, can_draw: bool) -> list[RenderableType]:
     return [grid]
 
 
-def _win_rate(frame: Frame, width: int, can_draw: bool) -> Text:
+def _win_rate(frame: Frame, width: int, can_draw: bool, *, with_groups: bool) -> Text:
+    """With the share of groups whose episodes end alike, of the newest rounds that closed any: they hold no signal."""
     if "win_rate" not in frame.status:
         return Text("")
     line = sparkline(frame.series.get("TextWorld/WinRate", ()), width, can_draw=can_draw)
     window = f"last {frame.status.get('window_episodes', 0):,.0f}"
     invalid = f"invalid {100 * frame.status.get('invalid_action_rate', 0):.1f} %"
-    return Text.assemble((f"{frame.status['win_rate']:.2f} ", "bold"), (line, "green"), f"  {window}  {invalid}")
+    newest = list(frame.series.get("GRPO/ZeroStdRate", ()))[-NUM_ROUNDS:]
+    alike = f"  {100 * statistics.mean(newest):.0f} % alike" if with_groups and newest else ""
+    return Text.assemble((f"{frame.status['win_rate']:.2f} ", "bold"), (line, "green"), f"  {window}  {invalid}{alike}")
 
 
 def _held_out(frame: Frame) -> Text:
@@ -232,12 +235,6 @@ def _throughput(frame: Frame, width: int, can_draw: bool) -> Text:
     rates = (("samples", "samples_per_s"), ("episodes", "episodes_per_s"))
     line.append("  ".join(f"{name} {now[key]:.1f}/s" for name, key in rates if key in now))
     return line
-
-
-def _groups(frame: Frame) -> Text:
-    """Where nothing is to be learned from some; of the newest rounds that closed groups."""
-    newest = list(frame.series.get("GRPO/ZeroStdRate", ()))[-NUM_ROUNDS:]
-    return Text(f"{100 * statistics.mean(newest):.0f} % end alike: no signal in them" if any(newest) else "")
 
 
 def _lag(frame: Frame) -> Text:

@@ -126,11 +126,10 @@ class Trainer:
 
         A rank that is told to leave because a peer died (SIGTERM, no DIR/stop) saves nothing: it would be alone.
         """
-        if kind is None or (kind is Closed and not was_asked_to_end(self._process.paths)):
+        is_asked = was_asked_to_end(self._process.paths)
+        if kind is None or (kind is Closed and not is_asked) or not self._saver.all_are_at(self._step if self._is_between_steps else -1):
             return
-        if not self._saver.all_are_at(self._step if self._is_between_steps else -1):
-            return
-        if was_asked_to_end(self._process.paths):
+        if is_asked:
             self._close_trained_round()
         if self._saver.saved_step != self._step:
             self._saver.start(self._content())
@@ -139,9 +138,10 @@ class Trainer:
             self._export(is_final=True)
 
     def _close_trained_round(self) -> None:
-        """A round that lacks its push alone: the curves have it before the run ends, its push is the next start's first. Collective."""
+        """One that lacks its push alone: the curves have it before the run ends, its push is the next start's first. Collective."""
         if self._metrics.has_steps and self._step % self._config.run.sync_every_optimizer_steps == 0:
-            is_due, self._round = self._is_pushing and self._is_evaluation_next(), self._round + 1
+            is_due = self._is_pushing and self._is_evaluation_next()
+            self._round = self._process.board.get("round") + 1  # it may have been counted: its push had begun
             self._is_evaluation_due |= is_due or self._is_evaluation_next()
             self._close_round()
 
