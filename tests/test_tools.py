@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing.context
 import os
 import pkgutil
 import random
@@ -14,6 +15,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
@@ -359,6 +361,30 @@ def start_working(tool: str, out: Path, game_dir: Path) -> subprocess.Popen:
     return running
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("moment", ["in its hand-over", "while it works"])
+def test_a_pool_is_told_to_end_as_it_is_by_ctrl_c(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, before, pids = multiprocessing.context.SpawnProcess.start, signal.getsignal(signal.SIGTERM), []
+
+    def told_at_start(self: Any) -> None:
+        if moment == "in its hand-over":
+            signal.raise_signal(signal.SIGTERM)
+        start(self)
+        pids.append(self.pid)
+
+    def work(pool: Any) -> None:
+        pool.submit(time.sleep, 120)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(multiprocessing.context.SpawnProcess, "start", told_at_start)
+    with pytest.raises(KeyboardInterrupt), processes.open_pool(1) as pool:
+        work(pool)
+    assert pids
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("tool", ["make_games", "walks"])
 def test_a_pool_that_is_told_to_end_leaves_no_semaphore(tool: str, game_dir: Path, tmp_path: Path) -> None:
