@@ -401,7 +401,8 @@ def test_what_cannot_work_is_said_before_the_demos_games_are_made(tmp_path: Path
 def test_flags_without_a_model_and_games_are_told_the_demos_file(tmp_path: Path, words: list[str]) -> None:
     done = prepare(tmp_path, *words)
     assert done.returncode == 2
-    expected = f"launch.sh: for the demo with these flags: bash launch.sh @accerl_mp/presets/demo.args {shlex.join(words)}".rstrip()
+    command = f"cd {shlex.quote(str(ROOT))} && bash launch.sh @accerl_mp/presets/demo.args {shlex.join(words)}".rstrip()
+    expected = f"launch.sh: for the demo with these flags: {command}"
     assert (done.stderr.splitlines()[-1] == expected) == ("--tw-game-dir" not in words), done.stderr
 
 

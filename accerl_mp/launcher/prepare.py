@@ -30,6 +30,7 @@ CONFIG_UNREADABLE = "its config cannot be read"
 
 _PATH_FIELDS = ("model_path", "chat_template", "tw_game_dir", "eval_game_dir", "log_dir", "checkpoint_dir", "resume")
 _MAKER_LEAVES_S = 20.0
+_ROOT = Path(__file__).resolve().parents[2]
 _DEMO_GAMES, _SPLITS = Path("runs/demo_games"), ("train", "heldout")
 
 
@@ -60,7 +61,8 @@ def _hint(problems: list[str], words: list[str]) -> list[str]:
     """For flags without a model and games: they may have been meant for the demo."""
     if not all(any(problem.startswith(f"{flag} is missing") for problem in problems) for flag in ("--model-path", "--tw-game-dir")):
         return []
-    return [f"launch.sh: for the demo with these flags: bash launch.sh @accerl_mp/presets/demo.args {shlex.join(words)}".rstrip()]
+    go = "" if Path.cwd() == _ROOT else f"cd {shlex.quote(str(_ROOT))} && "  # the demo's own paths are relative to it
+    return [f"launch.sh: for the demo with these flags: {go}bash launch.sh @accerl_mp/presets/demo.args {shlex.join(words)}".rstrip()]
 
 
 def _plays_demo_games(config: Config) -> bool:
