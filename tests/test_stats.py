@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tensorboard.plugins.hparams import metadata as hparams_metadata
 from accerl_mp.config import Config
 from accerl_mp.recovery import Start
 from accerl_mp.stats import events, tags
-from accerl_mp.stats.__main__ import DRAIN_QUIET_S
+from accerl_mp.stats.__main__ import DRAIN_QUIET_S, drain, trainer_closes
 from accerl_mp.stats.bottleneck import NUM_ROUNDS, Doctor, Situation, bottleneck, situation
 from accerl_mp.stats.collector import SETTLE_S, Collector
 from accerl_mp.stats.status import Status
@@ -834,28 +835,31 @@ def test_the_process_writes_rounds_and_a_killed_one_is_replaced(tmp_path: Path) 
     assert b"evaluation at step 1, version 1: win 0.50" in said
 
 
-def test_a_stopped_run_has_the_round_that_its_trainer_closes_last(tmp_path: Path) -> None:
+class LateReceiver:
+    """Quiet for four looks, then the trainer's last round."""
+
+    def __init__(self) -> None:
+        self._looks = iter([[], [], [], [], [round_record(1, 1)]])
+
+    def receive(self, timeout_s: float) -> list[dict[str, Any]]:
+        assert timeout_s == DRAIN_QUIET_S
+        return next(self._looks, [])
+
+
+@pytest.mark.parametrize(("state", "is_stopped", "expected"), [("running", True, 1), ("running", False, 0), ("ended", True, 0)])
+def test_a_stopped_run_has_the_round_that_its_trainer_closes_last(state: str, is_stopped: bool, expected: int, tmp_path: Path) -> None:
     """A step that was begun is finished first: stats waits for that as long as rank 0 is there."""
-    with ExitStack() as stack:
-        paths = stack.enter_context(a_run(tmp_path))
-        trainer = stack.enter_context(closing(MetricsSender(paths, "trainer/0")))
-        table, board = (
-            stack.enter_context(closing(kind.attach(path))) for kind, path in ((HealthTable, paths.health), (Board, paths.board))
-        )
+    (folder := tmp_path / "files").mkdir()
+    collector, files = collector_in(folder)
+    with a_run(tmp_path) as paths, closing(HealthTable.attach(paths.health)) as table, closing(Board.attach(paths.board)) as board:
+        process = SimpleNamespace(health=SimpleNamespace(table=table), board=board)
         table.set_word(2, "pid", os.getpid())
-        table.set_word(2, "state", STATES.index("running"))
-        process = stack.enter_context(running_stats(paths))
-        while table.read(0).state != "running":
-            assert process.poll() is None
-            time.sleep(0.02)
-        board.set("stop", 1)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(4 * DRAIN_QUIET_S)
-        trainer.round({"step": 1, "version": 1})
-        time.sleep(0.2)
-        table.set_word(2, "state", STATES.index("ended"))
-        assert process.wait(20) == 0
-    assert [line["step"] for line in lines_of(tmp_path)] == [1]
+        table.set_word(2, "state", STATES.index(state))
+        board.set("stop", int(is_stopped))
+        looks = iter(range(5))
+        drain(LateReceiver(), collector, trainer_closes=lambda: trainer_closes(process) and next(looks, None) is not None)
+    files.close()
+    assert len(lines_of(folder)) == expected
 
 
 # Cost

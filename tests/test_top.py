@@ -35,6 +35,7 @@ from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE, STATES, HealthTable
 from accerl_mp.transport.ring import SharedRing
 
+ROOT = str(Path(__file__).parent.parent)
 STATUS = {
     "step": 24, "version": 12, "round": 12, "wall_s": 3725.0, "win_rate": 0.61, "window_episodes": 1000.0, "invalid_action_rate": 0.034,
     "policy_lag_mean": 1.2, "policy_lag_oldest_max": 3.0, "throughput": {"trained_tokens_per_s": 1036.4, "samples_per_s": 12.3},
@@ -166,11 +167,11 @@ def test_before_any_run_it_says_what_starts_one(tmp_path: Path, monkeypatch: pyt
 
 
 @contextmanager
-def a_launcher(*words: str) -> Iterator[int]:
+def a_launcher(*words: str, cwd: Path | None = None) -> Iterator[int]:
     """A process with the command of one that launch.sh starts."""
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, "-m", *words]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=cwd) as process:
         assert process.stdout
         process.stdout.readline()
         try:
@@ -227,11 +228,11 @@ def test_a_run_is_starting_until_everybody_is_there(paths: RunPaths) -> None:
     Start(state=str(state)).save(paths.resume)
     table.set_word(3, "state", STATES.index("starting"))
     title = lines_of(read_frame(RunFolder(paths.run_dir)))[0]
-    assert all(part in title for part in ("starting", "step 17/100", "round 8")), title
+    assert (title.split()[1], "step 17/100  round 8 " in title) == ("starting", True), title
     board.set("policy_version", 10)
     table.set_word(3, "state", STATES.index("running"))
     title = lines_of(read_frame(RunFolder(paths.run_dir)))[0]
-    assert all(part in title for part in ("running", "step 17/100", "round 8", "version 10")), title
+    assert (title.split()[1], "step 17/100  round 8  version 10" in title) == ("running", True), title
     board.set("optimizer_step", 20)
     assert "step 20/100" in lines_of(read_frame(RunFolder(paths.run_dir)))[0]
     (state / "state.json").write_text("{")
@@ -365,7 +366,9 @@ def environment(**extra: str) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "TTY_COMPATIBLE")
     }
-    return kept | {"TERM": "xterm-256color", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"} | extra
+    return (
+        kept | {"PYTHONPATH": str(Path(__file__).parent.parent), "TERM": "xterm-256color", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"} | extra
+    )
 
 
 def test_without_a_terminal_it_prints_one_plain_frame(run_dir: Path) -> None:
@@ -386,14 +389,14 @@ def test_a_folder_without_a_run_is_refused_by_name(tmp_path: Path, capsys: pytes
 class Terminal:
     """The program in a pseudo-terminal of 80x24."""
 
-    def __init__(self, run_dir: Path, **env: str) -> None:
+    def __init__(self, run_dir: Path, *, cwd: Path | None = None, **env: str) -> None:
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         self.said = b""
         self.popen = subprocess.Popen(
             command(run_dir, "--every", "0.2"), stdin=self.slave, stdout=self.slave, stderr=self.slave, env=environment(**env),
-            start_new_session=True,
+            start_new_session=True, cwd=cwd,
         )  # fmt: skip
 
     def read_until(self, text: bytes) -> None:
@@ -459,8 +462,8 @@ def test_no_color_is_heeded(run_dir: Path, no_color: bool) -> None:
 def test_it_waits_for_a_run_that_is_prepared_and_follows_the_next_one(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Out of one folder of runs: nothing, then a first run, then a second one once the first is over."""
     runs = tmp_path_factory.mktemp("runs")
-    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--") as _:
-        terminal = Terminal(runs, NO_COLOR="1")
+    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", cwd=runs):
+        terminal = Terminal(runs, NO_COLOR="1", cwd=runs)
         try:
             terminal.read_until(b"one is being prepared: this waits for it (Ctrl+C ends it)")
             for name in ("first", "second"):
@@ -477,8 +480,8 @@ def test_it_waits_for_a_run_that_is_prepared_and_follows_the_next_one(run_dir: P
 
 @pytest.mark.parametrize("how", ["ctrl-c", "the preparing ends"])
 def test_waiting_for_a_run_ends(tmp_path: Path, how: str) -> None:
-    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--") as pid:
-        terminal = Terminal(tmp_path, NO_COLOR="1")
+    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", cwd=tmp_path) as pid:
+        terminal = Terminal(tmp_path, NO_COLOR="1", cwd=tmp_path)
         try:
             terminal.read_until(b"this waits for it")
             if how == "ctrl-c":
@@ -488,6 +491,18 @@ def test_waiting_for_a_run_ends(tmp_path: Path, how: str) -> None:
             assert terminal.end() == (0 if how == "ctrl-c" else 2)
             assert (b"holds no run" in terminal.said) == (how != "ctrl-c")
             assert b"Traceback" not in terminal.said
+        finally:
+            terminal.close()
+
+
+def test_it_does_not_wait_for_what_is_prepared_elsewhere(tmp_path: Path) -> None:
+    """Its run will be in that folder's runs/, which nobody looks at here."""
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", cwd=elsewhere):
+        terminal = Terminal(tmp_path, NO_COLOR="1", cwd=tmp_path)
+        try:
+            assert terminal.end() == 2
+            assert b"holds no run" in terminal.said
         finally:
             terminal.close()
 

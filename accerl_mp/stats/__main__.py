@@ -43,7 +43,7 @@ def main(process: Process) -> None:
     try:
         collect(process, receiver, collector)
     finally:
-        drain(receiver, collector, trainer_closes=lambda: _trainer_closes(process))
+        drain(receiver, collector, trainer_closes=lambda: trainer_closes(process))
         if receiver.num_broken:
             _log.warning("%d messages had no known form and were left out", receiver.num_broken)
         receiver.close()
@@ -90,7 +90,7 @@ def drain(receiver: MetricsReceiver, collector: Collector, *, trainer_closes: Ca
     collector.finish(time.monotonic())
 
 
-def _trainer_closes(process: Process) -> bool:
+def trainer_closes(process: Process) -> bool:
     """The run was asked to end, and rank 0 has not left yet."""
     table, name = process.health.table, "trainer/0"
     if not process.board.get("stop") or name not in table.names:

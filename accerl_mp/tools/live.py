@@ -94,8 +94,15 @@ def is_launched(paths: RunPaths) -> bool:
 
 
 def is_preparing() -> bool:
-    """Whether launch.sh looks at some run's flags or makes the demo's games: which folder it will be is not known before."""
-    return any(_PREPARE in words for words in _commands().values())
+    """Whether launch.sh, called where this process was, looks at flags or makes the demo's games: the run's folder is not known before."""
+    return any(_PREPARE in words and _called_here(pid) for pid, words in _commands().items())
+
+
+def _called_here(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cwd").samefile(".")
+    except OSError:  # it has ended meanwhile, or is another user's
+        return False
 
 
 def _commands() -> dict[int, list[bytes]]:
