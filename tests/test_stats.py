@@ -206,6 +206,13 @@ def test_old_episodes_leave_the_window() -> None:
     assert len(window) == 3
 
 
+def test_an_episode_that_is_played_again_is_the_newest() -> None:
+    window = EpisodeWindow(3, 600.0)
+    for number in (1, 2, 3, 1, 4):
+        window.add(episode(number), 0.0)
+    assert [one["episode_id"] for one in window.episodes()] == [3, 1, 4]
+
+
 def test_evaluation_episodes_never_enter_the_window() -> None:
     window = EpisodeWindow(3, 600.0)
     window.add(episode(1, kind="eval", won=True, worker=7), 0.0)
