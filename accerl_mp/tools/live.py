@@ -93,7 +93,7 @@ def is_launched(paths: RunPaths) -> bool:
     return any((_TORCHRUN in words and folder in words) or (_PREPARE in words and pid == preparer) for pid, words in _commands().items())
 
 
-def is_preparing() -> bool:
+def prepares_here() -> bool:
     """Whether launch.sh, called where this process was, looks at flags or makes the demo's games: the run's folder is not known before."""
     return any(_PREPARE in words and _called_here(pid) for pid, words in _commands().items())
 

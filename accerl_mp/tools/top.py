@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.live import Live as LiveDisplay
 
 from accerl_mp.tools.command_line import tool_parser
-from accerl_mp.tools.live import is_preparing, look
+from accerl_mp.tools.live import look, prepares_here
 from accerl_mp.tools.run_folder import NoRunError, RunFolder, find_run
 from accerl_mp.tools.top_screen import Frame, Screen
 
@@ -87,7 +87,7 @@ def wait_for_run(folder: Path | None) -> RunFolder:
         try:
             return RunFolder(find_run(folder))
         except NoRunError as error:
-            num_missed = 0 if is_preparing() else num_missed + 1
+            num_missed = 0 if prepares_here() else num_missed + 1
             if num_missed > is_said:  # a second look, once it waits: preparing may have ended between the two of the first
                 raise
             if not is_said:
