@@ -452,9 +452,9 @@ def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
     assert "0.40 before (step 0); it was not evaluated again" in text
     again = {"step": 5, "training_s": 61.0, "start_training_s": 4.0}
     text = "\n".join(success_lines(RunPaths(tmp_path), again))
-    assert ", of which rounds 0:04 (of all starts 1:01)\n" in text, "a start that went on: the part is no larger than the whole"
+    assert ", of which rounds 0:04\n  with earlier starts 1:01 in rounds\n" in text, "of a start that went on"
     text = "\n".join(success_lines(RunPaths(tmp_path), again | {"begun": 1.0}))
-    assert ", of which rounds 0:00 (of all starts 1:01)\n" in text, "it ended before its first round"
+    assert ", of which rounds 0:00\n  with earlier starts 1:01 in rounds\n" in text, "it ended before its first round"
 
 
 def test_the_summary_of_a_run_that_stopped_within_a_round_counts_the_steps_that_it_saved(tmp_path: Path) -> None:

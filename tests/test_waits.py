@@ -46,6 +46,7 @@ WITHOUT_LIMIT = {
     ("transport/process.py", "join"): "the heartbeat looks every second",
     ("launcher/rank.py", "waitpid"): "after SIGKILL",
     ("debugging.py", "flock"): "another debugger has the terminal: a person is at it",
+    ("launcher/prepare.py", "wait"): "the demo's games are made, with a progress bar, before a run begins: Ctrl+C ends it",
     ("tools/sft.py", "wait"): "ranks that were asked to end; a tool, Ctrl+C ends it",
 }
 """(module, call): why it may. Anything else needs a limit."""
