@@ -36,11 +36,6 @@ class RunPaths:
         return self.args.stat().st_mtime if self.args.exists() else time.time()
 
     @property
-    def preparer(self) -> Path:
-        """Pid of the process that made the folder ready for its newest start: while it lives, that start comes."""
-        return self.run_dir / "preparer"
-
-    @property
     def tokenizer(self) -> Path:
         """Folder with tokenizer.json, chat_template.jinja and meta.json, for processes without torch."""
         return self.run_dir / "tokenizer"

@@ -205,16 +205,13 @@ def test_a_run_whose_supervisor_comes_next_is_starting(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_folder_has_just_been_made_ready_is_starting(tmp_path: Path) -> None:
-    """Until the process that made it has ended: only then ranks are started. Not while another run is prepared."""
+    """Until the process that made it has ended: only then ranks are started. It does not know its folder when it begins."""
     run = RunFolder(tmp_path)
     Config.from_flat({"placement": "cpu"}).save(run.paths.args)
-    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", "--max-steps", "2") as pid:
-        for note in ("", "nobody", str(os.getpid())):
-            run.paths.preparer.write_text(note)
-            assert "not running" in lines_of(read_frame(run))[0], "it prepares another run"
-        run.paths.preparer.write_text(f"{pid}\n")
+    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", "--max-steps", "2"):
         assert "starting 0:0" in lines_of(read_frame(run))[0]
-    assert "not running" in lines_of(read_frame(run))[0]
+        os.utime(run.paths.args, (time.time() - 3600,) * 2)
+        assert "not running" in lines_of(read_frame(run))[0], "it prepares another run"
 
 
 def test_a_run_is_starting_until_everybody_is_there(paths: RunPaths) -> None:

@@ -235,7 +235,6 @@ def _make_run_folder(paths: RunPaths, config: Config, words: list[str], start: S
         with (paths.run_dir / "command.txt").open("a", errors="surrogateescape") as file:  # paths need not be UTF-8
             file.write(shlex.join(["bash", "launch.sh", *words]) + "\n")
         (paths.run_dir / "versions.json").write_text(json.dumps(_stack(), indent=2) + "\n")
-        paths.preparer.write_text(f"{os.getpid()}\n")
         config.save(paths.args)
         start.save(paths.resume)
 

@@ -1,6 +1,7 @@
 """What a running run shows in shared memory: processes, board words, rings. Read only, and over as soon as the run is."""
 
 import os
+import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,8 @@ from accerl_mp.transport.health import HealthRow, HealthTable, is_alive
 from accerl_mp.transport.ring import SharedRing
 from accerl_mp.transport.ring_memory import RingError
 
-_PREPARE, _TORCHRUN = b"accerl_mp.launcher.prepare", b"accerl_mp.launcher.torchrun"
+PREPARED_S = 60.0
+"""launch.sh's preparing process names no folder; it has ended at the latest so long after it made one ready."""
 
 SILENT_S = 10.0
 """A process whose heartbeat thread has not run for so long is shown as silent."""
@@ -87,31 +89,25 @@ def look(paths: RunPaths) -> Live:
 
 def is_launched(paths: RunPaths) -> bool:
     """Whether the process lives that starts the run's ranks, or the one that has just made the folder ready, by their commands' words."""
-    folder, preparer = os.fsencode(paths.run_dir.resolve()), -1
-    with suppress(OSError, ValueError):  # no note, or a damaged one
-        preparer = int(paths.preparer.read_text())
-    return any((_TORCHRUN in words and folder in words) or (_PREPARE in words and pid == preparer) for pid, words in _commands().items())
+    folder = os.fsencode(paths.run_dir.resolve())
+    is_new = time.time() - paths.begun() < PREPARED_S
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile, or is another user's
+            continue
+        if (b"accerl_mp.launcher.torchrun" in words and folder in words) or (b"accerl_mp.launcher.prepare" in words and is_new):
+            return True
+    return False
 
 
 def prepares_here() -> bool:
     """Whether launch.sh, called where this process was, looks at flags or makes the demo's games: the run's folder is not known before."""
-    return any(_PREPARE in words and _called_here(pid) for pid, words in _commands().items())
-
-
-def _called_here(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/cwd").samefile(".")
-    except OSError:  # it has ended meanwhile, or is another user's
-        return False
-
-
-def _commands() -> dict[int, list[bytes]]:
-    """Words of every process's command that this user may see."""
-    found: dict[int, list[bytes]] = {}
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile, or is another user's
-            found[int(file.parent.name)] = file.read_bytes().split(b"\0")
-    return found
+            if b"accerl_mp.launcher.prepare" in (folder / "cmdline").read_bytes().split(b"\0") and (folder / "cwd").samefile("."):
+                return True
+    return False
 
 
 def _processes(paths: RunPaths) -> tuple[list[ProcessView], str]:
