@@ -219,7 +219,8 @@ def test_a_run_is_starting_until_everybody_is_there(paths: RunPaths) -> None:
     table, board = HealthTable.attach(paths.health), Board.attach(paths.board)
     state = paths.resume / folder_name(17, 9)
     state.mkdir(parents=True)
-    content = {"format": FORMAT, "step": 17, "version": 9, "trainer": {"round": 8}}
+    content = {"format": FORMAT, "step": 17, "version": 9, "next_version": 10, "num_ranks": 1, "trainer": {"step": 17, "round": 8}}
+    content |= {"groups": {"next": 3, "low_water": 2, "done_above": []}, "strikes": None, "identity": {}, "files": {}}
     (state / "state.json").write_text(state_text(content))
     (paths.run_dir / "status.json").write_text(json.dumps(STATUS))  # of the start before, which was killed after that state
     Start(state=str(state)).save(paths.resume)
