@@ -1,22 +1,26 @@
 """launch.sh: set-up, help, refusals, signals. Runs are faked by a stub Python; the real flow is tested elsewhere."""
 
+import gc
 import json
 import os
+import pkgutil
 import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
 
 from accerl_mp import recovery
-from accerl_mp.launcher.prepare import beginning
+from accerl_mp.launcher.prepare import _temporary_folder, beginning
 from accerl_mp.launcher.summary import success_lines
 from accerl_mp.launcher.torchrun import torchrun_flags
 from accerl_mp.topology import RunPaths
@@ -337,6 +341,33 @@ def test_preparing_that_is_stopped_leaves_no_temporary_folder(tmp_path: Path, mo
         preparing.communicate(timeout=60)
     assert preparing.returncode == 143
     assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["tempfile.mkdtemp", "tempfile.TemporaryDirectory.cleanup"])
+def test_a_stop_at_any_moment_of_a_temporary_folder_leaves_none(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its making and the note of it, and while it is removed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    holder, name = moment.rsplit(".", 1)
+    holder = pkgutil.resolve_name(holder)
+    real = getattr(holder, name)
+
+    def stopped(*args: Any, **options: Any) -> Any:
+        if name == "cleanup":
+            signal.raise_signal(signal.SIGTERM)
+        made = real(*args, **options)
+        if name == "mkdtemp":
+            signal.raise_signal(signal.SIGTERM)
+        return made
+
+    monkeypatch.setattr(holder, name, stopped)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        with pytest.raises(SystemExit), _temporary_folder():
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_start_that_goes_on_says_from_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,7 +114,7 @@ def _prepare(words: list[str]) -> Config:
         print("launch.sh: looks at the model and the games", file=sys.stderr)  # the next line may take some seconds
     plan = None if problems else _memory_plan(config)
     problems += plan.problems() if plan else []
-    with tempfile.TemporaryDirectory(prefix="accerl-tokenizer-") as folder:
+    with _temporary_folder() as folder:
         problems += _export_tokenizer(config, Path(folder))
         if not any(CONFIG_UNREADABLE in problem for problem in problems):  # else the model would say the same again
             problems += _model_problems(config)
@@ -134,6 +135,31 @@ def _prepare(words: list[str]) -> Config:
         shutil.copytree(folder, paths.tokenizer)
     print("\n".join(f"launch.sh: {line}" for line in beginning(start, paths)), file=sys.stderr)
     return config
+
+
+@contextlib.contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """Gone however this process ends but by SIGKILL."""
+    with _put_off():  # else a folder could be there that nobody knows of
+        folder = tempfile.TemporaryDirectory(prefix="accerl-tokenizer-")
+    try:
+        yield folder.name
+    finally:
+        with _put_off():
+            folder.cleanup()
+
+
+@contextlib.contextmanager
+def _put_off() -> Iterator[None]:
+    """SIGTERM acts after the block, not in it."""
+    came: list[int] = []
+    handler = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        if came:
+            signal.raise_signal(signal.SIGTERM)
 
 
 def beginning(start: Start, paths: RunPaths) -> list[str]:
