@@ -343,7 +343,7 @@ def test_preparing_that_is_stopped_leaves_no_temporary_folder(tmp_path: Path, mo
     assert list(temporary.iterdir()) == []
 
 
-@pytest.mark.parametrize("moment", ["tempfile.mkdtemp", "tempfile.TemporaryDirectory.cleanup"])
+@pytest.mark.parametrize("moment", ["tempfile.mkdtemp", "tempfile.TemporaryDirectory._rmtree"])
 def test_a_stop_at_any_moment_of_a_temporary_folder_leaves_none(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its making and the note of it, and while it is removed."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -352,14 +352,14 @@ def test_a_stop_at_any_moment_of_a_temporary_folder_leaves_none(moment: str, tmp
     real = getattr(holder, name)
 
     def stopped(*args: Any, **options: Any) -> Any:
-        if name == "cleanup":
+        if name == "_rmtree":
             signal.raise_signal(signal.SIGTERM)
         made = real(*args, **options)
         if name == "mkdtemp":
             signal.raise_signal(signal.SIGTERM)
         return made
 
-    monkeypatch.setattr(holder, name, stopped)
+    monkeypatch.setattr(holder, name, staticmethod(stopped) if isinstance(holder, type) else stopped)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         with pytest.raises(SystemExit), _temporary_folder():
