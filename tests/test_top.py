@@ -460,20 +460,29 @@ def test_no_color_is_heeded(run_dir: Path, no_color: bool) -> None:
 def test_it_waits_for_a_run_that_is_prepared_and_follows_the_next_one(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Out of one folder of runs: nothing, then a first run, then a second one once the first is over."""
     runs = tmp_path_factory.mktemp("runs")
+
+    def show(name: str, *, age_s: float) -> None:
+        shutil.copytree(run_dir, runs / f"{name}/parts")
+        os.utime(runs / name / "parts/args.json", (time.time() - age_s,) * 2)
+        for part in sorted((runs / name / "parts").iterdir(), reverse=True):  # args.json, which makes it a run, last
+            part.rename(runs / name / part.name)
+        terminal.read_until(f"{runs.name}/{name}".encode())
+
     with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", cwd=runs):
         terminal = Terminal(runs, NO_COLOR="1", cwd=runs)
         try:
             terminal.read_until(b"one is being prepared: this waits for it (Ctrl+C ends it)")
-            for name in ("first", "second"):
-                shutil.copytree(run_dir, runs / f".{name}")
-                (runs / f".{name}").rename(runs / name)
-                os.utime(runs / name / "args.json", (time.time() + (name == "second"),) * 2)
-                terminal.read_until(f"{runs.name}/{name}".encode())
-            os.write(terminal.master, b"q")
-            assert terminal.end() == 0
-            assert b"Traceback" not in terminal.said
-        finally:
+            show("first", age_s=7200)
+        except BaseException:
             terminal.close()
+            raise
+    try:
+        show("second", age_s=3600)
+        os.write(terminal.master, b"q")
+        assert terminal.end() == 0
+        assert b"Traceback" not in terminal.said
+    finally:
+        terminal.close()
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "the preparing ends"])
