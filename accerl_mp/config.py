@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from accerl_mp.files import write_atomically
+from accerl_mp.files import read_text, write_atomically
 from accerl_mp.flags import ConfigError, flag
 
 TEXTWORLD = "textworld"
@@ -313,7 +313,7 @@ class Config:
 
     @classmethod
     def load(cls, path: Path) -> "Config":
-        return cls.from_flat(json.loads(path.read_text()))
+        return cls.from_flat(json.loads(read_text(path)))
 
 
 def _group_from(group: type, values: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from accerl_mp.cli import option_of
 from accerl_mp.config import Config
+from accerl_mp.files import read_text
 
 BEST_NAME, CANDIDATE_NAME = "best", ".evaluated"
 """Folders of the best export and of the one that is being evaluated, in --checkpoint-dir."""
@@ -94,8 +95,10 @@ def _taken_by(target: Path) -> str:
 
 
 def _is_export(folder: Path) -> bool:
+    if not (folder / STATE_NAME).is_file():
+        return False
     try:
-        state = json.loads((folder / STATE_NAME).read_text())
+        state = json.loads(read_text(folder / STATE_NAME))
     except (FileNotFoundError, ValueError, RecursionError):
         return False
     return isinstance(state, dict) and any(mark in state for mark in _MARKS)

@@ -94,7 +94,7 @@ def rewrite_line(text: str) -> None:
 
 def _write(text: str) -> None:
     try:
-        os.write(terminal_fd(), text.encode())
+        os.write(terminal_fd(), text.encode(errors="surrogateescape"))  # names of files need not be UTF-8
     except OSError:
         return
 
@@ -105,7 +105,7 @@ class _Terminal(logging.Handler):
 
 
 def _to_file(path: Path, name: str) -> logging.Handler:
-    handler = logging.FileHandler(path)
+    handler = logging.FileHandler(path, encoding="utf-8", errors="surrogateescape")
     handler.setFormatter(_formatter(name))
     return handler
 

@@ -22,7 +22,7 @@ class RunPaths:
     @property
     def run_id(self) -> str:
         """The same for the same folder: the next start finds what a killed run left."""
-        return hashlib.blake2s(str(self.run_dir.resolve()).encode(), digest_size=5).hexdigest()
+        return hashlib.blake2s(os.fsencode(self.run_dir.resolve()), digest_size=5).hexdigest()
 
     @property
     def args(self) -> Path:
@@ -51,6 +51,21 @@ class RunPaths:
         return self.run_dir / "ended"
 
     @property
+    def claim(self) -> Path:
+        """Which launch.sh has the folder (`launcher/claim.py`)."""
+        return self.run_dir / "claim.json"
+
+    @property
+    def games(self) -> Path:
+        """The run's games by number (`games.py`), listed once: what lies in their folders later is another matter."""
+        return self.run_dir / "games.json"
+
+    @property
+    def reached(self) -> Path:
+        """How far the newest start has come, and what of it is saved (`launcher/reached.py`)."""
+        return self.run_dir / "reached.json"
+
+    @property
     def samples(self) -> Path:
         """Folder of `--record-samples`."""
         return self.run_dir / "samples"
@@ -72,6 +87,11 @@ class RunPaths:
     def sockets(self) -> Path:
         """Folder (0700) of the ipc sockets. Not in the run folder: a socket's path must fit in 107 bytes."""
         return Path(tempfile.gettempdir()) / f"accerl-{os.getuid()}-{self.run_id}"
+
+    @property
+    def torchrun(self) -> Path:
+        """Folder of torchrun's temporary files, which it leaves behind."""
+        return self.sockets.with_name(f"{self.sockets.name}.torchrun")
 
     @property
     def health(self) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from accerl_mp.files import open_file
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import HealthRow, is_alive
@@ -48,6 +49,6 @@ def describe(exit_code: int) -> str:
 def last_lines(path: Path) -> list[str]:
     if not path.is_file():
         return []
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(max(0, path.stat().st_size - 16384))
         return file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]

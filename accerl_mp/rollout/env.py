@@ -145,7 +145,7 @@ class _Interpreter(JerichoEnv):
             super().load(z_file)
             return
         self.gamefile = os.path.abspath(z_file)
-        frotz.story_file = self.gamefile.encode()
+        frotz.story_file = os.fsencode(self.gamefile)
         frotz._cache = {self.gamefile: (self._story, frotz.bindings, frotz.act_gen)}  # no generated game has bindings of its own
         self._reset = False
 

@@ -59,7 +59,7 @@ def text_event(tag: str, text: str, *, step: int) -> Event:
     """Markdown, for the Text tab."""
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()], tensor_shape=shape)
+    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode(errors="surrogateescape")], tensor_shape=shape)
     return _event(Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)]), step=step)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.files import read_text
+
 _NAME = "status.json"
 _KINDS = {
     **dict.fromkeys(("step", "version", "round", "episodes"), int),
@@ -21,7 +23,7 @@ def read_status(run_dir: Path, *, level: int = logging.WARNING) -> dict[str, Any
     """The run's status.json (fields: `status.Status`); empty where there is none yet, or a damaged one (logged with `level`)."""
     path = run_dir / _NAME
     try:
-        status = json.loads(path.read_text())
+        status = json.loads(read_text(path))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:

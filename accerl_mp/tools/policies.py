@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accerl_mp.config import Config, ConfigError
+from accerl_mp.files import read_text
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,6 @@ def list_exports(run_dir: Path) -> list[Path]:
 
 def _step(folder: Path) -> int | None:
     try:
-        return json.loads((folder / "trainer_state.json").read_text()).get("optimizer_step")
+        return json.loads(read_text(folder / "trainer_state.json")).get("optimizer_step")
     except (OSError, ValueError, AttributeError):  # not one of ours, or cut
         return None

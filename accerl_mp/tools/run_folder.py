@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.files import open_file, read_text
 from accerl_mp.recovery import Start, StateError
 from accerl_mp.stats.status_file import read_status
 from accerl_mp.topology import RunPaths
@@ -90,7 +91,7 @@ class RunFolder:
     def metrics(self) -> list[Row]:
         """Every line of metrics.jsonl so far, in the order written. A last line without its end is left for the next call."""
         try:
-            with (self.run_dir / "metrics.jsonl").open("rb") as file:
+            with open_file(self.run_dir / "metrics.jsonl") as file:
                 if file.seek(0, 2) < self._read_to:  # replaced: another run of the same folder
                     self._rows, self._read_to = [], 0
                 file.seek(self._read_to)
@@ -133,7 +134,7 @@ class RunFolder:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_text(path, errors="replace")
     except OSError:
         return ""
 

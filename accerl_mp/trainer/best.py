@@ -13,7 +13,7 @@ from typing import Any
 
 from accerl_mp.config import Config
 from accerl_mp.export_place import BEST_NAME, CANDIDATE_NAME, STATE_NAME
-from accerl_mp.files import write_atomically
+from accerl_mp.files import read_text, write_atomically
 from accerl_mp.topology import RunPaths
 from accerl_mp.trainer.checkpoint import export_folder, refuse_to_delete, replace_folder
 
@@ -66,7 +66,7 @@ class BestExport:
     def _promote(self, eval_id: int) -> None:
         if not (self.candidate / STATE_NAME).is_file():
             return
-        state = json.loads((self.candidate / STATE_NAME).read_text())
+        state = json.loads(read_text(self.candidate / STATE_NAME))
         if (found := self._report(eval_id, state["optimizer_step"])) is None:
             _log.info("evaluation %d was not of the weights of step %d: it says nothing about them", eval_id, state["optimizer_step"])
             return
@@ -96,11 +96,11 @@ class BestExport:
         path = self._eval_dir / f"step-{step:06d}.json"
         if not path.is_file():
             return None
-        report = json.loads(path.read_text())
+        report = json.loads(read_text(path))
         is_mine = report["eval_id"] == eval_id and report["time"] >= self._asked_at and _WIN_RATE in report
         return (path, report) if is_mine else None
 
     def _best_so_far(self) -> float:
         """A folder that another run has left counts for nothing."""
         path = self._root / BEST_NAME / STATE_NAME
-        return json.loads(path.read_text()).get("eval_win_rate", 0.0) if self._is_resumed and path.is_file() else 0.0
+        return json.loads(read_text(path)).get("eval_win_rate", 0.0) if self._is_resumed and path.is_file() else 0.0

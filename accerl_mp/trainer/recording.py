@@ -15,6 +15,7 @@ from pathlib import Path
 import msgpack
 
 from accerl_mp.config import Config
+from accerl_mp.files import read_file
 from accerl_mp.samples import RLSample
 from accerl_mp.transport.codec import CodecError, decode_samples, encode_samples
 
@@ -60,7 +61,7 @@ def load_step(folder: Path, step: int, rank: int) -> RecordedStep:
     """Raises CodecError, with the file's name, where it is damaged or foreign."""
     path = step_file(folder, step, rank)
     try:
-        content = msgpack.unpackb(path.read_bytes())
+        content = msgpack.unpackb(read_file(path))
         return RecordedStep([decode_samples(frames) for frames in content["micro_batches"]], int(content["version"]))
     except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
         raise CodecError(f"{path}: {error}") from error

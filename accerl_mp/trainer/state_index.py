@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from accerl_mp.files import open_file
 from accerl_mp.recovery import StateError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -29,7 +30,7 @@ class StateReader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 index = _Unpickler(file).load()
         except (OSError, pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
             raise StateError(f"{path}: no index of tensors ({type(error).__name__}: {error})") from error

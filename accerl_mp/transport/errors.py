@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from accerl_mp.files import write_over
+from accerl_mp.files import read_text, write_over
 
 EXIT_GAME_HUNG = 75
 """A rollout's exit code when it ends itself because of a game: a restart that doesn't count."""
@@ -11,8 +11,8 @@ EXIT_GAME_HUNG = 75
 _FILE_BYTES = 4096
 _EXIT_CODE = re.compile(r"-?[0-9]{1,9}")
 
-NOT_TRIED_AGAIN = ("WrongWeights",)
-"""Errors of a trainer rank, by the name that the text of its failure begins with, which a new start of the run would only hide."""
+NOT_TRIED_AGAIN = ("WrongWeights", "NothingToPlay")
+"""Errors, by the name that the text of a failure begins with, which a new start of the process or the run would only hide or repeat."""
 
 
 class Closed(Exception):
@@ -49,7 +49,7 @@ class PeerLost(RuntimeError):
     def load(cls, path: Path) -> "PeerLost":
         """Read what `save` wrote; a missing or damaged file gives a nameless one."""
         try:
-            head, _, detail = path.read_text(errors="replace").partition("\n\n")
+            head, _, detail = read_text(path, errors="surrogateescape").partition("\n\n")
         except OSError as error:
             return cls("a process of the run", None, "", f"{path} cannot be read ({error.strerror})")
         fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)

@@ -14,6 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from accerl_mp.files import read_file
 from accerl_mp.samples import RLSample, SampleError
 from accerl_mp.transport import ring_memory as at
 from accerl_mp.transport.codec import CodecError, decode_samples, encode_samples
@@ -79,7 +80,7 @@ def pack_rank(fields: dict[str, Any], groups: Iterable[SavedGroup]) -> bytes:
 def unpack_rank(path: Path) -> tuple[dict[str, Any], list[SavedGroup]]:
     """What `pack_rank` took. CodecError with the file's name where it is damaged."""
     try:
-        fields = msgpack.unpackb(path.read_bytes())
+        fields = msgpack.unpackb(read_file(path))
         packed = fields.pop("groups")
         groups = [SavedGroup(decode_samples(g["frames"]), g["uses"], g["oldest"], g["newest"], g["size"]) for g in packed]
     except (CodecError, SampleError, ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
@@ -88,9 +89,12 @@ def unpack_rank(path: Path) -> tuple[dict[str, Any], list[SavedGroup]]:
 
 
 def rank_fields(path: Path) -> dict[str, Any]:
-    """The `fields` of `pack_rank` alone; nothing is decoded."""
-    fields = msgpack.unpackb(path.read_bytes())
-    del fields["groups"]
+    """The `fields` of `pack_rank` alone; nothing is decoded. CodecError with the file's name where it is damaged."""
+    try:
+        fields = msgpack.unpackb(read_file(path))
+        del fields["groups"]
+    except (ValueError, TypeError, KeyError, msgpack.exceptions.UnpackException) as error:
+        raise CodecError(f"{path}: {error}") from error
     return fields
 
 
