@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from accerl_mp.config import Config, resolve
+from accerl_mp.games import note_games
 from accerl_mp.launcher.sweep import leftovers, sweep
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
@@ -51,6 +52,7 @@ class LightRun:
         self.config = resolve(Config.from_flat(values), num_gpus=0, log_dir=str(folder))
         self.config.save(self.paths.args)
         save_tokenizer(self.paths.tokenizer)
+        note_games(self.paths.games, self.config)
         environment = os.environ | {MARK: str(folder), "SPT_NOENV": "1", "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         with (folder / "output.txt").open("wb") as output:
             command = [sys.executable, "-W", "ignore", "-m", "tests.light_rank", "--run-dir", str(folder)]

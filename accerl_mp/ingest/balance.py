@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from accerl_mp.files import read_text
+
 
 @dataclass(frozen=True)
 class FlopsEstimate:
@@ -18,16 +20,15 @@ class FlopsEstimate:
     @classmethod
     def of_model(cls, model_path: Path) -> "FlopsEstimate":
         """From the model folder's config.json; proportional to tokens where that does not say enough."""
-        file = model_path / "config.json"
-        config = json.loads(file.read_text()) if file.is_file() else {}
-        config = config.get("text_config", config)
         try:
+            config = json.loads(read_text(model_path / "config.json"))
+            config = config.get("text_config", config)
             hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
             inner = config.get("moe_intermediate_size", config["intermediate_size"]) * config.get("num_experts_per_tok", 1)
-        except KeyError:
+            per_layer = 4 * hidden**2 + 3 * hidden * inner
+            return cls(per_token=6.0 * (layers * per_layer + hidden * vocab), per_pair=6.0 * layers * hidden)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return cls()
-        per_layer = 4 * hidden**2 + 3 * hidden * inner
-        return cls(per_token=6.0 * (layers * per_layer + hidden * vocab), per_pair=6.0 * layers * hidden)
 
     def of(self, num_tokens: np.ndarray) -> float:
         """Sum over samples of these lengths."""

@@ -21,6 +21,10 @@ MAX_STRIKES = 3
 _log = logging.getLogger(__name__)
 
 
+class NothingToPlay(RuntimeError):
+    """Every training game is set aside. A new start would set them aside once more (`transport.errors.NOT_TRIED_AGAIN`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Deal:
     """A group to play: episodes of one game."""
@@ -208,7 +212,7 @@ class Dealer:
             if self.schedule.game_of(number) not in self.set_aside:
                 return self.schedule.train(number)
             self._given_up.append(number)
-        raise RuntimeError(f"all {self.schedule.num_games} games failed {MAX_STRIKES} times in a row: nothing is left to play")
+        raise NothingToPlay(f"all {self.schedule.num_games} games failed {MAX_STRIKES} times in a row: nothing is left to play")
 
     def _take_back_dead(self, deal: Deal, worker: int, died_playing: int) -> None:
         if died_playing == deal.group_id:

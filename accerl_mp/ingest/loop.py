@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accerl_mp.games import list_eval_games, list_games
+from accerl_mp.games import games_of_run
 from accerl_mp.ingest.admission import Admission, Progress, Supply
 from accerl_mp.ingest.balance import FlopsEstimate
 from accerl_mp.ingest.conservation import Books, balance
@@ -49,7 +49,7 @@ class Ingest:
     def __init__(self, process: Process) -> None:
         config, paths = process.config, process.paths
         self._process, self._config, self._board = process, config, process.board
-        self._games, self._eval_games = list_games(config), list_eval_games(config)
+        self._games, self._eval_games = games_of_run(paths.games, config)
         self._group_size = 1 if config.algorithm.rl_algorithm == "ppo" else config.algorithm.grpo_group_size or 1
         self._start, flops = Start.load(paths.resume), FlopsEstimate.of_model(Path(config.model.model_path))
         make_rings(paths, config, self._start, flops)
