@@ -6,7 +6,7 @@
             state.json                       numbers, ledger, settings, size and checksum of every other file, and its own checksum
             rank-0.msgpack, rank-1.msgpack   what each rank alone knows: its ring, its random numbers
             .metadata, __0_0.distcp, ...     model and optimizer, sharded (torch.distributed.checkpoint)
-        announced                            highest policy version that this folder ever announced
+        announced                            highest policy version that this folder ever announced, and its checksum
         start.json                           what the present start goes on from (written by the launcher)
 
 A state is written in a folder of another name and renamed: one that is there under its name was whole. It may still be
@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import re
 import zlib
 from dataclasses import asdict, dataclass
@@ -25,17 +26,19 @@ from pathlib import Path
 from typing import Any
 
 from accerl_mp.config import Config
-from accerl_mp.files import write_over
-from accerl_mp.games import GamesError, list_games
+from accerl_mp.files import open_file, read_file, read_text, write_over
+from accerl_mp.games import GamesError, games_of_run, list_games
+from accerl_mp.state_fields import LARGEST_VERSION, are_strikes, is_count, wrong_field
 
 FORMAT = 2
 STATE_FILE, CURRENT, ANNOUNCED, START = "state.json", "current", "announced", "start.json"
 _NAME = re.compile(r"step-(\d+)-version-(\d+)")
-_VERSION = re.compile(r"[0-9]{1,12}")
+_ANNOUNCED = re.compile(r"([0-9]{1,10})(?: ([0-9a-f]{8}))?")
+_MOST_DIGITS = 12
 _MODEL_INDEX = ".metadata"
 _CHECKSUM = "checksum"
 _CHUNK_BYTES = 4 << 20
-_ANNOUNCED_BYTES = 20
+_ANNOUNCED_BYTES = 32
 _START_BYTES = 4096
 
 _log = logging.getLogger(__name__)
@@ -62,6 +65,8 @@ class SavedState:
             raise StateError(f"{folder}: format {content['format']}, this build reads {FORMAT}")
         if content.pop(_CHECKSUM, None) != _content_checksum(content):
             raise StateError(f"{folder}: its {STATE_FILE} was changed after it was written (checksum)")
+        if wrong := wrong_field(content):
+            raise StateError(f"{folder}: its {STATE_FILE} holds what no state does ({wrong})")
         return cls(folder, content)
 
     def check_files(self) -> None:
@@ -120,10 +125,14 @@ class Start:
         if not path.exists():
             return cls()
         noted = _read_json(path)
-        kinds = {"state": str | None, "first_version": int, "num_restarts": int}
-        if not isinstance(noted, dict) or not all(name in noted and isinstance(noted[name], kind) for name, kind in kinds.items()):
+        names = ("state", "first_version", "num_restarts")
+        if (
+            not isinstance(noted, dict)
+            or not isinstance(noted.get("state", 0), str | None)
+            or not (is_count(noted.get("first_version"), LARGEST_VERSION) and is_count(noted.get("num_restarts")))
+        ):
             raise StateError(f"{path} says nothing about where this start begins")
-        return cls(**{name: noted[name] for name in kinds})
+        return cls(**{name: noted[name] for name in names})
 
     @property
     def saved(self) -> SavedState | None:
@@ -141,7 +150,7 @@ def rank_file_name(rank: int) -> str:
 def states_in(resume_dir: Path) -> list[Path]:
     """Folders of the states, newest first: the one that `current` names, then by version and step (versions only ever grow)."""
     try:
-        found = [path for path in resume_dir.glob("step-*") if _NAME.fullmatch(path.name)]
+        found = [path for path in resume_dir.glob("step-*") if _is_state_name(path.name)]
     except OSError:  # a path too long for any folder
         return []
     current = _note(resume_dir / CURRENT)
@@ -181,11 +190,14 @@ def start_from(state: SavedState | None, resume_dir: Path, *, num_restarts: int 
 
 
 def announced_in(resume_dir: Path) -> int:
-    """Highest version that was ever announced; -1: none. Where the note is missing or damaged, the highest that a state has."""
-    noted = _note(resume_dir / ANNOUNCED) or ""
-    if _VERSION.fullmatch(noted):
-        return int(noted)
-    return max((_order(folder.name)[0] for folder in states_in(resume_dir)), default=-1)
+    """Highest version that was ever announced; -1: none. Where the note is missing or damaged, the highest that a state has.
+
+    A note without its checksum may be a part of one (or an older build's): it raises that number, it does not lower it.
+    """
+    version, is_whole = _announced(_note(resume_dir / ANNOUNCED) or "")
+    if is_whole:
+        return version
+    return max((version, *(_order(folder.name)[0] for folder in states_in(resume_dir))))
 
 
 def damaged_notes(resume_dir: Path) -> list[str]:
@@ -193,8 +205,9 @@ def damaged_notes(resume_dir: Path) -> list[str]:
     problems, states = [], {path.name for path in states_in(resume_dir)}
     if (current := _note(resume_dir / CURRENT)) is not None and current not in states:
         problems.append(f"{resume_dir / CURRENT} names no state that is there (the highest version counts)")
-    if (announced := _note(resume_dir / ANNOUNCED)) is not None and not _VERSION.fullmatch(announced):
-        problems.append(f"{resume_dir / ANNOUNCED} is no version (the next is {announced_in(resume_dir) + 1}, perhaps once more)")
+    if (announced := _note(resume_dir / ANNOUNCED)) is not None and not _announced(announced)[1]:
+        next_version = announced_in(resume_dir) + 1
+        problems.append(f"{resume_dir / ANNOUNCED} is no whole note (the next version is {next_version}, perhaps once more)")
     return problems
 
 
@@ -205,25 +218,29 @@ def announce(resume_dir: Path, version: int) -> None:
     """
     try:
         resume_dir.mkdir(parents=True, exist_ok=True)
-        write_over(resume_dir / ANNOUNCED, f"{version}", _ANNOUNCED_BYTES)
+        write_over(resume_dir / ANNOUNCED, f"{version} {_version_checksum(version)}", _ANNOUNCED_BYTES)
     except OSError as error:
         _log.warning("cannot note version %d: %s; a later start could use its number again", version, error)
 
 
-def identity(config: Config) -> dict[str, str]:
-    """{flag: what must be the same for a state to make sense}. Episodes, groups and games are numbered by these settings."""
+def identity(config: Config, games_note: Path | None = None) -> dict[str, str]:
+    """{flag: what must be the same for a state to make sense}. Episodes, groups and games are numbered by these settings.
+
+    games_note: the run's list of its games; without it, as their folder is now
+    """
     algorithm, games = config.algorithm, config.games
     model, names = "?", []
     with contextlib.suppress(OSError):
-        model = _digest((Path(config.model.model_path) / "config.json").read_bytes())
+        model = _digest(read_file(Path(config.model.model_path) / "config.json"))
     with contextlib.suppress(OSError, GamesError):  # the checks say what is wrong with them
-        names = [path.name for path in list_games(config)] if games.tw_game_dir else []
+        listed = games_of_run(games_note, config)[0] if games_note else list_games(config) if games.tw_game_dir else []
+        names = [path.name for path in listed]
     return {
         "--model-path": f"{config.model.model_path} (config.json {model})",
         "--train-mode": config.model.train_mode,
         "--rl-algorithm": algorithm.rl_algorithm,
         "--grpo-group-size": "1" if algorithm.rl_algorithm == "ppo" else str(algorithm.grpo_group_size),
-        "--tw-game-dir": f"{games.tw_game_dir} ({len(names)} games {_digest(chr(10).join(names).encode())})",
+        "--tw-game-dir": f"{games.tw_game_dir} ({len(names)} games {_digest(os.fsencode(chr(10).join(names)))})",
         "--history-mode": games.history_mode,
         "--seed": str(config.run.seed),
     }
@@ -242,15 +259,17 @@ def disagreements(state: SavedState, config: Config) -> list[str]:
 
 def noted_strikes(path: Path) -> dict[str, Any] | None:
     """What ingest holds against games and groups (`RunPaths.strikes`); None: there is no note, or a damaged one."""
-    try:
-        noted = _read_json(path) if path.exists() else None
-        if noted is None:
-            return None
-        strikes = [(str(kind), int(number), int(count)) for kind, number, count in noted["strikes"]]
-        return {"strikes": [list(strike) for strike in strikes], "set_aside": [int(game) for game in noted["set_aside"]]}
-    except (StateError, TypeError, ValueError, LookupError, OverflowError) as error:
-        _log.warning("%s holds no strikes (%s): it is left out, games that were set aside are tried again", path, error)
+    if not os.path.lexists(path):
         return None
+    try:
+        noted = _read_json(path)
+    except StateError as error:
+        _log.warning("%s: it is left out, games that were set aside are tried again", error)
+        return None
+    if not are_strikes(noted):
+        _log.warning("%s holds no strikes: it is left out, games that were set aside are tried again", path)
+        return None
+    return {name: noted[name] for name in ("strikes", "set_aside")}
 
 
 def low_water(next_number: int, done: set[int], *, first: int) -> tuple[int, list[int]]:
@@ -264,7 +283,7 @@ def low_water(next_number: int, done: set[int], *, first: int) -> tuple[int, lis
 def checksum(path: Path) -> int:
     """CRC-32 of a file."""
     crc = 0
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             crc = zlib.crc32(chunk, crc)
     return crc
@@ -279,6 +298,21 @@ def _content_checksum(content: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+def _announced(noted: str) -> tuple[int, bool]:
+    """(version, whether the note is whole) of the text of `announced`; -1: it names none."""
+    match = _ANNOUNCED.fullmatch(noted)
+    if match is None or not is_count(int(match[1]), LARGEST_VERSION):
+        return -1, False
+    version = int(match[1])
+    if match[2] is None:
+        return version, False
+    return (version, True) if match[2] == _version_checksum(version) else (-1, False)
+
+
+def _version_checksum(version: int) -> str:
+    return f"{zlib.crc32(str(version).encode()):08x}"
+
+
 def _check_file(path: Path, size_bytes: int, crc: int) -> None:
     if not path.is_file():
         raise StateError(f"{path} is missing")
@@ -291,7 +325,7 @@ def _check_file(path: Path, size_bytes: int, crc: int) -> None:
 def _read_json(path: Path) -> Any:
     """StateError where it cannot be read; a nesting that Python does not follow is a RecursionError."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         raise StateError(f"{path.parent}: its {path.name} cannot be read ({type(error).__name__}: {error})") from error
 
@@ -299,11 +333,16 @@ def _read_json(path: Path) -> Any:
 def _note(path: Path) -> str | None:
     """A note's text, readable or not; None: there is none."""
     try:
-        return path.read_text(errors="replace").strip()
+        return read_text(path, errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError:
         return ""
+
+
+def _is_state_name(name: str) -> bool:
+    match = _NAME.fullmatch(name)
+    return match is not None and len(match[1]) <= _MOST_DIGITS and is_count(int(match[2][:_MOST_DIGITS]), LARGEST_VERSION)
 
 
 def _order(name: str) -> tuple[int, int]:

@@ -13,7 +13,7 @@ def save_state(resume_dir: Path, step: int, config: Config) -> Path:
     folder = resume_dir / recovery.folder_name(step, step)
     folder.mkdir(parents=True)
     for name in FILES:
-        (folder / name).write_bytes(bytes(1000))
+        (folder / name).write_bytes(bytes(range(250)) * 4)
     content = {
         "format": recovery.FORMAT,
         "step": step,

@@ -2,11 +2,14 @@
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,8 +57,25 @@ def _folder(path: Path) -> None:
     path.mkdir()
 
 
+def _node(kind: int) -> Callable[[Path], None]:
+    """Who opens a FIFO waits for the other side."""
+
+    def replace(path: Path) -> None:
+        path.unlink()
+        os.mknod(path, kind | 0o600)
+
+    return replace
+
+
+def _device(path: Path) -> None:
+    """One that can be read for ever."""
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "missing": Path.unlink, "empty": _keep(0), "one byte": _keep(1), "half": _half, "zeros": _zeros, "flip": _flip,
+    "a fifo": _node(stat.S_IFIFO), "a socket": _node(stat.S_IFSOCK), "a device": _device,
     "bytes": _put(bytes(range(256)) * 4), "a folder": _folder, "json null": _put(b"null"), "json list": _put(b"[]"),
     "json map": _put(b"{}"), "json number": _put(b"7e999"), "json text": _put(b'"format"'), "json nested": _put(b"[" * 100_000),
     "json of another": _put(b'{"format": 2, "files": {}, "state": 3, "strikes": 5, "set_aside": {}, "step": "x", "eval_first": []}'),
@@ -129,7 +149,7 @@ def test_a_damaged_note_costs_no_state_and_no_exception(run_dir: Path, config: C
     is_read = file in ("resume/current", "resume/announced") and damage != "missing"
     if file == "resume/announced":
         assert start.first_version >= 3, "above every version that a state has"
-        is_read &= damage not in ("one byte", "half")  # still its number, or a shorter one
+        is_read &= damage != "half"  # blanks only are gone
     else:
         assert start.first_version == 5
     assert ["it is left out" in warning and str(run_dir / file) in warning for warning in warnings] == [True] * is_read, warnings
@@ -138,14 +158,13 @@ def test_a_damaged_note_costs_no_state_and_no_exception(run_dir: Path, config: C
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("file", ["state.json", *FILES])
 def test_a_state_with_a_damaged_file_is_left_out(run_dir: Path, config: Config, file: str, damage: str) -> None:
-    if (damage, file) != ("zeros", file) or file == "state.json":  # the others hold zeros
-        DAMAGES[damage](run_dir / "resume" / NEWEST / file)
-        start, warnings = read_all(run_dir, config)
-        assert start.state == str(run_dir / "resume" / OLDER)
-        assert start.first_version == 5
-        assert len(warnings) == 1
-        assert NEWEST in warnings[0]
-        assert warnings[0].endswith("it is left out")
+    DAMAGES[damage](run_dir / "resume" / NEWEST / file)
+    start, warnings = read_all(run_dir, config)
+    assert start.state == str(run_dir / "resume" / OLDER)
+    assert start.first_version == 5
+    assert len(warnings) == 1
+    assert NEWEST in warnings[0]
+    assert warnings[0].endswith("it is left out")
 
 
 def _spoilt(content: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -166,6 +185,107 @@ def test_a_state_json_with_any_key_gone_or_of_another_kind_is_left_out(run_dir: 
         assert [warning.endswith("it is left out") for warning in warnings] == [True], what
     file.write_text(json.dumps(content))
     assert plan_start(config)[0].state == str(run_dir / "resume" / NEWEST), "else nothing was shown"
+
+
+def _places(value: Any, place: tuple = ()) -> list[tuple]:
+    """Of every entry in it, nested ones too."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(*place, key) for key, _ in entries] + [found for key, entry in entries for found in _places(entry, (*place, key))]
+
+
+def _with(content: Any, place: tuple, put: Any) -> Any:
+    copy = json.loads(json.dumps(content))
+    inner = copy
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = put
+    return copy
+
+
+ABSURD = (None, {}, "x", [[1]], {"x": None}, True, -5, 10**30, 1.5, float("nan"))
+
+
+def _is_as_good(place: tuple, put: Any) -> bool:
+    """What a state may hold there, too."""
+    if place[-1] in ("all_tokens", "all_samples"):
+        return type(put) in (int, float) and math.isfinite(put)
+    if place in (("strikes",), ("identity",)):
+        return put == {"strikes": None, "identity": {}}[place[0]]
+    is_text = place[0] == "identity" or (place[:2] == ("strikes", "strikes") and len(place) == 4 and place[-1] == 0)
+    return (is_text and isinstance(put, str)) or (place[-1] == "is_evaluating" and put is True)
+
+
+def test_a_state_json_with_a_valid_checksum_and_wrong_fields_is_left_out_and_names_one(run_dir: Path, config: Config) -> None:
+    """Another build's, or one that somebody has made."""
+    file = run_dir / "resume" / NEWEST / "state.json"
+    content = recovery.SavedState.open(file.parent).content
+    content["groups"]["done_above"], content["strikes"] = [2], {"strikes": [["train", 0, 2]], "set_aside": [1]}
+    content["trainer"] |= {"round": 1, "version": 2, "num_bad_in_a_row": 0, "all_tokens": 1.0, "all_samples": 2.0, "is_evaluating": False}
+    file.write_text(recovery.state_text(content))
+    assert plan_start(config)[0].state == str(file.parent), "else nothing was shown"
+    places = [place for place in _places(content) if place[0] != "time"]
+    assert len(places) > 30
+    for place in places:
+        for put in ABSURD:
+            if _is_as_good(place, put):
+                continue
+            spoilt = _with(content, place, put)
+            file.write_text(recovery.state_text(spoilt))
+            start, problems, warnings = plan_start(config)
+            assert (start.state, problems) == (str(run_dir / "resume" / OLDER), []), (place, put)
+            assert [warning.endswith("it is left out") for warning in warnings] == [True], (place, put)
+            if len(place) == 1 and place != ("format",) and put != {}:
+                assert f"holds what no state does ({place[0]}: " in warnings[0], (place, put)
+    for name in ("../outside", "a/b", "", ".", "a\0b"):
+        file.write_text(recovery.state_text(content | {"files": content["files"] | {name: [0, 0]}}))
+        assert plan_start(config)[0].state == str(run_dir / "resume" / OLDER)
+
+
+@pytest.mark.parametrize("noted", ["999999999999", "9999999999", "999999999999 00000000", "4", "0", "5 1234abcd", "-3", "4 x", "\u0664"])
+def test_a_number_that_was_never_announced_is_not_believed(run_dir: Path, config: Config, noted: str) -> None:
+    """Cut, changed or absurd: never below what the states say, never beyond what samples can carry."""
+    paths = RunPaths(run_dir)
+    (paths.resume / "announced").write_text(noted)
+    start, _, warnings = plan_start(config)
+    assert 3 <= start.first_version <= 5
+    assert "is no whole note" in warnings[0]
+    recovery.announce(paths.resume, start.first_version)
+    assert recovery.announced_in(paths.resume) == start.first_version
+    assert plan_start(config)[2] == []
+
+
+def test_a_folder_with_the_name_of_an_absurd_version_is_no_state(run_dir: Path, config: Config) -> None:
+    for name in ("step-000003-version-999999999999", f"step-000003-version-{'9' * 5000}"[:200], f"step-{'9' * 200}-version-000009"):
+        (run_dir / "resume" / name).mkdir()
+    (run_dir / "resume" / "announced").unlink()
+    start, _, warnings = plan_start(config)
+    assert (start.state, start.first_version, warnings) == (str(run_dir / "resume" / NEWEST), 3, [])
+
+
+def test_a_state_that_is_there_is_saved_although_the_pointer_to_it_cannot_be_written(
+    run_dir: Path, config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder is in its place, or the disk has no room for it: a start finds the state by its name."""
+    from accerl_mp.trainer import saving
+    from accerl_mp.trainer.state import Progress
+
+    saver = object.__new__(saving.Saver)
+    saver._folder, saver._config, saver._identity, saver._ranks = (
+        run_dir / "resume",
+        config,
+        recovery.identity(config),
+        SimpleNamespace(size=1),
+    )
+    older = run_dir / "resume" / NEWEST
+    _folder(run_dir / "resume" / "current")
+    temporary = run_dir / "resume" / ".new"
+    shutil.copytree(older, temporary)
+    content = recovery.SavedState.open(older).content
+    part = {"reason": "", "files": content["files"], "done": [], "next": 3, "strikes": None}
+    target = run_dir / "resume" / recovery.folder_name(3, 3)
+    assert saver._conclude(temporary, target, Progress(step=3, version=3), [part]) == ""
+    assert "current cannot be written" in caplog.text
+    assert recovery.newest_whole(run_dir / "resume")[0].folder == target
 
 
 def test_a_state_that_was_written_without_its_files_is_not_whole(run_dir: Path, config: Config) -> None:
