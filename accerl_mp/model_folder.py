@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from accerl_mp.config import Config
+from accerl_mp.files import open_file, read_text
 
 CPU_KV_CACHE_GIB = 1.0
 """Of vLLM's CPU engine without --kv-cache-gib."""
 _GIB = 1 << 30
+_JSON_FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "chat_template.json", "processor_config.json", "preprocessor_config.json"),
+    *("adapter_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json"),
+)
 _CONTEXT_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
@@ -41,9 +47,11 @@ class ModelFacts:
 def read_facts(folder: Path) -> ModelFacts:
     """ValueError: no config.json that is a JSON object."""
     try:
-        whole = json.loads((folder / "config.json").read_text())
+        whole = json.loads(read_text(folder / "config.json"))
         text = whole.get("text_config") or whole
         quantization = whole.get("quantization_config") or text.get("quantization_config")
+        # num_experts, num_local_experts, n_routed_experts: each family calls them otherwise.
+        has_experts = any(key.endswith("experts") for key in text)
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{folder}: its config.json cannot be read ({type(error).__name__}: {error})") from error
     num_heads = _number(text, "num_attention_heads", "n_head", "n_heads")
@@ -60,8 +68,7 @@ def read_facts(folder: Path) -> ModelFacts:
         kv_values_per_token=2 * num_layers * num_kv_heads * head_size
         if num_layers and num_kv_heads and head_size and is_plain and not is_windowed
         else None,
-        # num_experts, num_local_experts, n_routed_experts: each family calls them otherwise.
-        has_experts=any(key.endswith("experts") for key in text),
+        has_experts=has_experts,
         vocab_size=_number(text, "vocab_size"),
         quantization=quantization.get("quant_method", "quantized") if isinstance(quantization, dict) else None,
     )
@@ -82,6 +89,7 @@ def folder_problems(folder: Path) -> Iterator[str]:
     if unreadable := sorted(path.name for path in folder.iterdir() if path.is_file() and not os.access(path, os.R_OK)):
         yield f"--model-path {folder}: {', '.join(unreadable[:3])} cannot be read: this user may not"
         return
+    yield from json_problems(folder)
     if not (folder / "config.json").is_file():
         yield f"--model-path {folder}: no config.json in it: not a HuggingFace model folder"
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
@@ -97,6 +105,20 @@ def folder_problems(folder: Path) -> Iterator[str]:
         yield f"--model-path {folder}: no tokenizer in it (tokenizer.json): games could not be turned into tokens"
 
 
+def json_problems(folder: Path) -> Iterator[str]:
+    """Files that Transformers, vLLM or we read of it, and that are no JSON objects: each would be a traceback of its reader."""
+    for name in _JSON_FILES:
+        if not os.path.lexists(folder / name):
+            continue
+        try:
+            content = json.loads(read_text(folder / name))
+            problem = "" if isinstance(content, dict) else f"it holds a {type(content).__name__}"
+        except (OSError, ValueError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            yield f"--model-path {folder}: {name} is no JSON object ({problem}): nothing could be loaded; copy it again"
+
+
 def _quantization_of(folder: Path) -> str | None:
     try:
         return read_facts(folder).quantization
@@ -107,7 +129,7 @@ def _quantization_of(folder: Path) -> str | None:
 def damage_of(file: Path) -> str:
     """What is wrong with a .safetensors file, from its header and its size alone; empty: nothing."""
     size_bytes = file.stat().st_size
-    with file.open("rb") as opened:
+    with open_file(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size_bytes < 8 or length > size_bytes - 8:
             return f"{size_bytes} bytes do not even hold its header"
@@ -126,9 +148,9 @@ def _missing_shards(folder: Path) -> list[str]:
     if not index.is_file():
         return []
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return []  # Transformers says what is wrong with it
+        names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return []  # `json_problems` or Transformers says what is wrong with it
     return [name for name in names if not (folder / name).is_file()]
 
 

@@ -30,7 +30,17 @@ BUILT_IN_TEMPLATE = (
 
 
 def export_tokenizer(model: ModelConfig, folder: Path) -> list[str]:
-    """Write the three files to `folder`; returns problems, each with flag, value and consequence."""
+    """Write the three files to `folder`; returns problems, each with flag, value and consequence. OSError: no room for them."""
+    try:
+        return _export(model, folder)
+    except OSError:
+        raise
+    except Exception as error:  # `tokenizers` raises nothing narrower, and Transformers whatever its code does with what no tokenizer has
+        detail = (str(error).splitlines() or [""])[0]
+        return [f"--model-path {model.model_path}: its tokenizer*.json cannot be used ({type(error).__name__}: {detail})"]
+
+
+def _export(model: ModelConfig, folder: Path) -> list[str]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.model_path, trust_remote_code=model.trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:

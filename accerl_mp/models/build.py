@@ -139,12 +139,22 @@ def _disable_dropout(model: nn.Module) -> None:
             module.attention_dropout = 0.0
 
 
+def load_or_refuse(config: Config, device: torch.device) -> tuple[nn.Module | None, str]:
+    """(the model without its weights, or None; why there is none)."""
+    try:
+        return load_model(config, device, meta=True), ""
+    except (ValueError, OSError, ImportError) as error:
+        return None, f"--model-path {config.model.model_path}: {str(error).splitlines()[0]}"
+    except Exception as error:  # whatever Transformers' code does with numbers and texts that no model has
+        detail = (str(error).splitlines() or [""])[0]
+        return None, f"--model-path {config.model.model_path}: no model can be built of its config.json ({type(error).__name__}: {detail})"
+
+
 def model_problems(config: Config, device: torch.device) -> list[str]:
     """What the trainer would refuse about the model, found without reading a weight (for the launcher; takes a second)."""
-    try:
-        model = load_model(config, device, meta=True)
-    except (ValueError, OSError, ImportError) as error:
-        return [f"--model-path {config.model.model_path}: {str(error).splitlines()[0]}"]
+    model, problem = load_or_refuse(config, device)
+    if model is None:
+        return [problem]
     problems = []
     if config.algorithm.router_aux_loss_coef and "output_router_logits" not in signature(model.forward).parameters:
         problems.append(
