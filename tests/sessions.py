@@ -27,14 +27,14 @@ def wait_until_gone(session: int, shared_memory: set[str] = frozenset(), timeout
     """What is left of both at last: nothing, if all is well."""
     end = time.monotonic() + timeout_s
     while True:
-        left = [text for process in processes_of(session) if (text := _command(process))]
+        left = [text for process in processes_of(session) if (text := command_of(process))]
         left += [name for name in shared_memory if Path(name).exists()]
         if not left or time.monotonic() > end:
             return left
         time.sleep(0.2)
 
 
-def _command(process: psutil.Process) -> str:
+def command_of(process: psutil.Process) -> str:
     """Empty: it has ended meanwhile."""
     try:
         return " ".join(process.cmdline()) or process.name()

@@ -22,7 +22,7 @@ from accerl_mp.config import Config, ConfigError
 from accerl_mp.rollout.env import EnvPool
 from accerl_mp.tools import evaluate, game_files, human, local_engine, play, playing, policies, scores, terminal
 from accerl_mp.tools.engine_flags import engine_config, flag_problems, list_played_games
-from tests.sessions import processes_of, shared_memory_of, wait_until_gone
+from tests.sessions import command_of, processes_of, shared_memory_of, wait_until_gone
 
 ROOT = Path(__file__).parent.parent
 DEMO_MODEL = ROOT / "accerl_mp/presets/demo_model"
@@ -411,7 +411,8 @@ def start_play(games: Path, out: Path, until: str) -> subprocess.Popen:
     )
     played, end = out / "episodes.jsonl", time.monotonic() + 300
     while running.poll() is None and time.monotonic() < end:
-        if len(processes_of(running.pid)) >= 3 if until == "starting" else played.exists() and played.stat().st_size:
+        has_come = len(processes_of(running.pid)) >= 3 if until == "starting" else played.exists() and played.stat().st_size
+        if has_come or until == "nothing":
             break
         time.sleep(0.2)
     return running
@@ -443,6 +444,52 @@ def test_nothing_is_left_of_play_however_it_ends(end: str, until: str, games_dir
             process.kill()
     for line in (tmp_path / "episodes.jsonl").read_text().splitlines():
         assert json.loads(line)["game"], "every line that was written is whole"
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_vllm_leaves_none_of_its_own_files(num_workers: int, games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Of an engine that no supervisor sweeps: the memory that its CPU workers share, and the file over which they met."""
+    (tmp_path / "temporary").mkdir()
+    words = ["--model-path", str(DEMO_MODEL), "--game-dir", str(games_dir), "--placement", "cpu", "--out", str(tmp_path / "out")]
+    words += ["--episodes", "3", "--tensor-parallel-size", str(num_workers)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path / "temporary")}
+    command = [sys.executable, "-m", "accerl_mp.tools.play", *words]
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    shared: set[str] = set()
+    end = time.monotonic() + 360
+    while running.poll() is None and time.monotonic() < end:
+        shared |= shared_memory_of(running.pid)
+        time.sleep(0.2)
+    assert running.wait(20) == 0, (tmp_path / "out/play.log").read_text()[-3000:]
+    assert shared
+    assert any("vllm_dist_" in name for name in shared) == (num_workers > 1)
+    assert wait_until_gone(running.pid, shared) == []
+    assert [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith(("vllm", "accerl"))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_a_process_that_vllm_has_just_spawned_does_not_outlive_a_killed_play(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """It is held where it begins, before it could ask the kernel to end it with its parent."""
+    running = start_play(games_dir, tmp_path, "nothing")
+    try:
+        end = time.monotonic() + 300
+        while not (spawned := [process for process in processes_of(running.pid) if "spawn_main" in command_of(process)]):
+            assert running.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        spawned[0].suspend()
+        running.kill()
+        running.communicate(timeout=60)
+        spawned[0].resume()
+        assert wait_until_gone(running.pid) == []
+    finally:
+        for process in processes_of(running.pid):
+            process.kill()
 
 
 @pytest.mark.slow

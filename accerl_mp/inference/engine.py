@@ -28,6 +28,8 @@ from accerl_mp.inference.order import OutputOrder
 from accerl_mp.inference.replies import EngineLost, Generation
 from accerl_mp.inference.supported import warning_of
 from accerl_mp.model_folder import CPU_KV_CACHE_GIB
+from accerl_mp.transport.process import spawns
+from accerl_mp.transport.shared_files import descendants, mapped, remove
 
 _BLOCK_SIZE = {"cpu": 32, "gpu": 64}
 """Tokens of a KV block. vLLM's CPU default of 128 would share almost nothing of a prompt of 170 tokens; its GPU default of 16 has
@@ -74,6 +76,7 @@ class Engine:
         """
         if warning := warning_of(vllm.__version__):
             _log.warning(warning)
+        spawns()
         start = time.monotonic()
         arguments = engine_arguments(config, replica) | {"load_format": load_format}
         if not whole_graphs:
@@ -168,8 +171,10 @@ class Engine:
         return self._llm.errored
 
     def close(self) -> None:
-        """End vLLM's processes: asked first, then killed."""
+        """End vLLM's processes: asked first, then killed. What its CPU workers share goes too: vLLM leaves that where it kills them."""
+        shared = mapped(descendants())
         self._llm.shutdown(timeout=_STOP_S)
+        remove(shared)
 
     async def _request(self, ids: list[int], salt: str, max_tokens: int, temperature: float, top_p: float, seed: int | None) -> Any:
         """An EngineCoreRequest. vLLM makes and checks the first of its settings, the others are copies: 3 us instead of 60."""

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from accerl_mp.launcher.roles import Role
 from accerl_mp.topology import RunPaths
+from accerl_mp.transport.shared_files import parent_of_each
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -112,33 +113,8 @@ def send(pid: int, number: int) -> None:
             return
 
 
-def descendants() -> list[int]:
-    """Living processes below this one."""
-    parents = _parents()
-    found, level = [], [os.getpid()]
-    while level:
-        level = [pid for pid, parent in parents.items() if parent in level]
-        found += level
-    return found
-
-
 def _children_of(parent: int) -> list[int]:
-    return [pid for pid, ppid in _parents().items() if ppid == parent]
-
-
-def _parents() -> dict[int, int]:
-    """Parent of every living process of the machine."""
-    found: dict[int, int] = {}
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            state, ppid = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if state != b"Z":
-            found[int(folder.name)] = int(ppid)
-    return found
+    return [pid for pid, ppid in parent_of_each().items() if ppid == parent]
 
 
 def _is_tracker(pid: int) -> bool:

@@ -4,15 +4,16 @@ import contextlib
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import TextIO
 
+from accerl_mp.files import read_text
 from accerl_mp.topology import RunPaths
+from accerl_mp.transport.shared_files import FOREIGN, mapped
 
 _FOREIGN = "shared.txt"
 """In the run folder: shared memory that libraries made under names of their own (vLLM: 160 MiB an engine)."""
-_FOREIGN_NAMES = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
-"""multiprocessing's shared memory and semaphores, and what vLLM's CPU workers of one model share."""
 
 
 def leftovers(paths: RunPaths) -> list[Path]:
@@ -39,7 +40,7 @@ def note_foreign(paths: RunPaths, pids: list[int]) -> None:
 
     OSError where the disk is full: the old list stays.
     """
-    files = {file for pid in pids for file in _mapped(pid)} | set(map(str, _foreign(paths)))
+    files = mapped(pids) | set(map(str, _foreign(paths)))
     temporary = paths.run_dir / f"{_FOREIGN}.new"
     temporary.write_text("".join(f"{file}\n" for file in sorted(files)))
     temporary.rename(paths.run_dir / _FOREIGN)
@@ -47,28 +48,27 @@ def note_foreign(paths: RunPaths, pids: list[int]) -> None:
 
 def _foreign(paths: RunPaths) -> list[Path]:
     record = paths.run_dir / _FOREIGN
-    names = record.read_text(errors="replace").splitlines() if record.is_file() else []
+    names = read_text(record, errors="replace").splitlines() if record.is_file() else []
     # What is named here is removed: of a damaged list only what can have been written, and no folder.
-    return [Path(name) for name in names if name.startswith(_FOREIGN_NAMES) and "/.." not in name and Path(name).is_file()]
+    return [Path(name) for name in names if name.startswith(FOREIGN) and "/.." not in name and Path(name).is_file()]
 
 
-def _mapped(pid: int) -> set[str]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return set()
-    files = {line.split(None, 5)[5] for line in lines if "/dev/shm/" in line}
-    return {file for file in files if file.startswith(_FOREIGN_NAMES) and not file.endswith("(deleted)")}
+def lock(paths: RunPaths, *, patience_s: float = 0.0) -> TextIO | None:
+    """Take the run folder's lock, which a run's supervisor holds as long as it lives; None: somebody has it.
 
-
-def lock(paths: RunPaths) -> TextIO | None:
-    """Take the run folder's lock, which a run's supervisor holds as long as it lives; None: somebody has it."""
+    waits for      who has it, at most `patience_s`: another start holds it for a moment, to see whose the folder is
+    """
+    deadline = time.monotonic() + patience_s
     file = (paths.run_dir / "lock").open("a")
     # The supervisor's children must not inherit it; Python's descriptors are closed on exec.
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    os.utime(file.fileno())
-    return file
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                file.close()
+                return None
+            time.sleep(0.02)
+        else:
+            os.utime(file.fileno())
+            return file

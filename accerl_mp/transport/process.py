@@ -28,6 +28,9 @@ from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import Closed, PeerLost
 from accerl_mp.transport.health import PARENT_PID, Health, HealthTable, is_alive
 
+SPAWNER = "ACCERL_SPAWNED_BY"
+"""Environment variable: pid of the process that spawns others with multiprocessing."""
+
 _ATTACH_TIMEOUT_S = 60.0
 _BEAT_S = 1.0
 _GRACE_S = {"failed": 10.0, "stop": 25.0}
@@ -116,6 +119,21 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(1)
+
+
+def die_with_spawner() -> None:
+    """As `die_with_parent`, in a process that `spawns` has announced: also where the parent died before this one had come so far.
+
+    multiprocessing does not tell a spawned process whose child it is. Called by each for itself, it covers their own children too.
+    """
+    parent = os.environ.get(SPAWNER, "")
+    die_with_parent(int(parent) if parent.isdecimal() else None)
+    spawns()
+
+
+def spawns() -> None:
+    """From here on this process's children are spawned processes that call `die_with_spawner`."""
+    os.environ[SPAWNER] = str(os.getpid())
 
 
 def _open(role: str, argv: list[str] | None) -> Process:
