@@ -79,6 +79,7 @@ def _train(process: Process, ring: object, trained: object) -> None:
         ring.release(record, "trained")  # type: ignore[attr-defined]
     step = process.board.get("optimizer_step") + 1
     process.board.set("optimizer_step", step)
+    process.board.set("saved_step", step)  # it learns nothing, so nothing can be lost
     process.board.set("round_step", step)
     process.board.set("round_used", step * BATCH)
     process.board.set("policy_version", step)

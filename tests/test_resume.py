@@ -134,6 +134,7 @@ def _save(ranks: Ranks, folder: str) -> None:
         saver.start(Content(Progress(step=step + 1, version=step), tensors, RingCut.empty(), {"random": random_state(ranks.device)}))
         assert saver.finish(60)
         assert saver.saved_step == (1, 1, 3)[step], "training goes on, the older state stays, the next one is whole again"
+        assert saver._health.board.get("saved_step") == (saver.saved_step if ranks.rank == 0 else 0), "what the supervisor goes by"
         if ranks.rank == 0:
             state, damaged = recovery.newest_whole(Path(folder) / "resume")
             assert (state.step, damaged) == (saver.saved_step, [])

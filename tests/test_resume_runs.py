@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -230,6 +231,41 @@ def test_a_run_whose_trainer_rank_is_killed_while_the_disk_is_full_starts_again(
         check_episodes(run)
         books = json.loads((run.paths.run_dir / "books.json").read_text())
         assert (books["groups"]["imbalance"], books["samples"]["imbalance"]) == (0, 0)
+    finally:
+        run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("end", "every"), [("stop", "0"), ("stop", "1"), ("finish", "0")])
+def test_a_run_that_ends_on_a_full_disk_is_no_success_and_says_what_it_could_not_save(
+    end: str,
+    every: str,
+    tmp_path: Path,
+    games_dir: Path,  # noqa: F811
+    disk: SmallDisk,
+) -> None:
+    run = Launched(tmp_path, games_dir, run_dir=disk.folder / "run")
+    try:
+        run.start("--resume-every-rounds", every)
+        run.wait_for(lambda: run.step >= 3 and len(run.states) >= int(every))
+        with disk.full():
+            num_steps = run.step
+            run.wait_for(lambda: run.step > num_steps)
+            num_steps = run.step
+            if end == "stop":
+                run.paths.stop.touch()
+            assert run.wait() == 1, run.text
+            command = [sys.executable, "-m", "accerl_mp.launcher.summary", "--run-dir", str(run.paths.run_dir), "--exit-code", "1"]
+            lines = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True).stdout.splitlines()
+        shown = int(re.search(r"The run has \w+(?: on request)?: (\d+) optimizer steps", "\n".join(lines))[1])
+        assert num_steps <= shown <= NUM_STEPS
+        saved = recovery.newest_step(run.paths.resume)
+        assert (saved > 0) == (every == "1")
+        expected = f"Steps {saved + 1} to {shown} were not saved: " if saved else f"Nothing was saved: the state at step {shown} could not"
+        assert lines[-1].startswith(expected), lines
+        assert "No space left on device" in run.paths.log("trainer", 0).read_text()
+        assert not run.paths.ended.exists()
+        assert leftovers(run.paths) == []
     finally:
         run.end()
 

@@ -14,8 +14,11 @@ import psutil
 import pytest
 
 from accerl_mp.config import Config
-from accerl_mp.launcher.supervisor import BY_HAND, LAUNCH_PID
+from accerl_mp.launcher import summary
+from accerl_mp.launcher.claim import LAUNCH_PID
+from accerl_mp.launcher.supervisor import BY_HAND
 from accerl_mp.launcher.sweep import leftovers, sweep
+from accerl_mp.recovery import folder_name
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE, HealthTable
@@ -263,6 +266,37 @@ def test_a_stop_file_ends_the_run_with_exit_code_zero_even_if_a_role_is_deaf(sta
     run.touch("stop")
     assert run.codes() == [0]
     assert "rollout/0 did not stop within 2 s: killed" in run.terminal()
+    run.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("end", "trained", "said"),
+    [
+        ("stop", "4 2 2", "Steps 3 to 4 were not saved"),
+        ("finish", "4 0 2", "Nothing was saved"),
+        pytest.param("stop", "4 0 2", "Nothing was saved", marks=pytest.mark.slow),
+        pytest.param("stop", "4 4 2", "", marks=pytest.mark.slow),
+        pytest.param("finish", "4 4 2", "", marks=pytest.mark.slow),
+    ],
+)
+def test_an_end_whose_last_state_could_not_be_saved_is_no_success_and_says_so(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], end: str, trained: str, said: str
+) -> None:
+    """A disk that is full to the last byte, most of all: status.json has not been written either."""
+    monkeypatch.setenv("FAKE_TRAINED", trained)
+    run = start("stats:run")
+    run.wait_running("stats/0", "trainer/0")
+    if saved := int(trained.split()[1]):
+        (run.paths.resume / folder_name(saved, 1)).mkdir(parents=True)
+    run.touch(end)
+    code = run.codes()[0]
+    assert (code == 0, run.paths.ended.exists()) == (not said, not said), run.log()
+    monkeypatch.setattr("sys.argv", ["summary", "--run-dir", str(run.paths.run_dir), "--exit-code", str(code)])
+    summary.main()
+    shown = capsys.readouterr().out
+    assert ": 4 optimizer steps, 2 weight pushes" in shown
+    assert said in shown.splitlines()[-1]
+    assert ("logs/trainer-0.log" in shown.splitlines()[-1]) == bool(said)
     run.assert_nothing_left()
 
 

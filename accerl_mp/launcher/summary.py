@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.files import read_text
+from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.sweep import lock, sweep
 from accerl_mp.recovery import newest_step
 from accerl_mp.stats.status_file import read_status
@@ -30,9 +32,10 @@ def main() -> None:
     args = parser.parse_args()
     paths = RunPaths(args.run_dir)
     wait_until_over(paths)
-    status = read_status(paths.run_dir)
-    if args.exit_code == 0 or paths.stop.exists():
-        print("\n".join(success_lines(paths, status)))
+    status, reached = read_status(paths.run_dir), Reached.load(paths.reached)
+    has_failed = (paths.run_dir / FAILURE_FILE).exists()
+    if args.exit_code == 0 or paths.stop.exists() or not (reached.is_saved or has_failed):
+        print("\n".join(success_lines(paths, status) + unsaved_lines(paths, reached)))
     else:
         print("\n".join(failure_lines(paths)), file=sys.stderr)
 
@@ -53,17 +56,22 @@ def wait_until_over(paths: RunPaths) -> None:
 
 
 def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
-    """What a finished or stopped run has reached, from status.json and, where it stopped within a round, its newest state."""
+    """What a finished or stopped run has reached, from status.json and, where it stopped within a round, its newest state.
+
+    Where the disk was full: from the supervisor's last word.
+    """
     wall_s = time.time() - paths.begun()
     all_s = status.get("training_s", 0.0)
     is_of_this_start = status.get("begun", paths.begun()) == paths.begun()  # else it ended before its stats process had begun
     rounds_s = status.get("start_training_s", all_s) if is_of_this_start else 0.0
     before = [f"  with earlier starts {_minutes(all_s)} in rounds"] if all_s > rounds_s else []
     how = "stopped on request" if paths.stop.exists() else "finished"
-    num_steps = max(status.get("step", 0), newest_step(paths.resume))
+    reached = Reached.load(paths.reached)
+    num_steps = max(status.get("step", 0), newest_step(paths.resume), reached.step)
+    num_pushes = max(status.get("version", 0), reached.version)
     lines = [
         "",
-        f"The run has {how}: {num_steps} optimizer steps, {max(0, status.get('version', 0))} weight pushes after the first,"
+        f"The run has {how}: {num_steps} optimizer steps, {num_pushes} weight pushes after the first,"
         f" {status.get('episodes', 0):,} episodes",
     ]
     lines += _evaluation(status)
@@ -76,6 +84,16 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
         f"  TensorBoard         {tensorboard_command(paths.run_dir)}",
         *([f"  to go on            {command}"] if paths.stop.exists() and (command := resume_command(paths)) else []),
     ]
+
+
+def unsaved_lines(paths: RunPaths, reached: Reached) -> list[str]:
+    """What is lost, where the last state could not be saved; the exit code is not 0 then."""
+    if reached.is_saved:
+        return []
+    why = f"the state at step {reached.step} could not be written (why: {paths.log('trainer', 0)})"
+    if not (saved := newest_step(paths.resume)):
+        return ["", f"Nothing was saved: {why}, and there is no older one"]
+    return ["", f"Steps {saved + 1} to {reached.step} were not saved: {why}; --resume auto goes on from step {saved}"]
 
 
 def _evaluation(status: dict[str, Any]) -> list[str]:
@@ -95,7 +113,7 @@ def failure_lines(paths: RunPaths) -> list[str]:
         lost = PeerLost.load(file)
         return ["", f"The run has failed: {lost}", f"  run folder          {paths.run_dir}"]
     log = paths.run_dir / "logs" / "torchrun.log"
-    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if log.exists() else []
+    lines = read_text(log, errors="replace").splitlines()[-_LAST_LINES:] if log.is_file() else []
     return ["", f"The run has failed; logs are in {log.parent}", *(f"    {line}" for line in lines)]
 
 
@@ -108,7 +126,7 @@ def report_command(run_dir: Path) -> str:
 def resume_command(paths: RunPaths) -> str:
     """The run's own flags, whose paths count from where it was called, but with its folder and its state. Empty: they cannot be read."""
     try:
-        words = shlex.split((paths.run_dir / "command.txt").read_text(errors="surrogateescape").splitlines()[-1])[2:]
+        words = shlex.split(read_text(paths.run_dir / "command.txt", errors="surrogateescape").splitlines()[-1])[2:]
     except (OSError, ValueError, IndexError):  # a flag with a line break in it, most of all
         return ""
     for flag in ("--log-dir", "--resume"):

@@ -20,23 +20,24 @@ from accerl_mp.config import Config
 from accerl_mp.launcher import children
 from accerl_mp.launcher.causes import describe, first_failure, last_lines, note, without_disk
 from accerl_mp.launcher.children import Child
+from accerl_mp.launcher.claim import LAUNCH_PID
 from accerl_mp.launcher.environment import gpu_plan
+from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.roles import Role, build_roles, table_names
 from accerl_mp.launcher.status_line import StatusLine
 from accerl_mp.launcher.sweep import lock, note_foreign, sweep
 from accerl_mp.launcher.watchdog import Stall, Watchdog, dump_and_kill
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
-from accerl_mp.transport.errors import EXIT_GAME_HUNG, PeerLost
+from accerl_mp.transport.errors import EXIT_GAME_HUNG, NOT_TRIED_AGAIN, PeerLost
 from accerl_mp.transport.health import FAILURE_FILE, PARENT_PID, STATES, Health, HealthRow, HealthTable, is_alive
-
-LAUNCH_PID = "ACCERL_LAUNCH_PID"
-"""Environment variable: pid of launch.sh; when it is gone, the run ends."""
+from accerl_mp.transport.shared_files import descendants
 
 BY_HAND = "ACCERL_BY_HAND"
 """Environment variable: names of processes that a person starts, separated by commas. They are not started again either."""
 
 _TURN_S = 0.2
+_LOCK_S = 5.0
 _AT_ONCE_S = 5.0
 """A process that dies this early, or before it reached `running`, died at once."""
 _MAX_DEATHS_AT_ONCE = 3
@@ -97,13 +98,13 @@ class Supervisor:
         self._launcher_pid = int(launcher) if launcher else None
 
     def run(self) -> int:
-        """Returns the exit code: 0 if the run finished or was stopped, 1 if it failed."""
+        """Returns the exit code: 0 if the run finished or was stopped and what it has learned is saved, else 1."""
         children.become_subreaper(self._parent_pid)
         self._wakeup = _wake_on_signals(self._on_signal)
         self._redirect()
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)  # it is in the health table, so it gets SIGUSR1
         log.setup(self._paths, "supervisor", 0, self._config.metrics.log_level)
-        self._lock = lock(self._paths)
+        self._lock = lock(self._paths, patience_s=_LOCK_S)
         if self._lock is None:
             _log.error("another run has %s", self._paths.run_dir)
             return 1
@@ -114,7 +115,7 @@ class Supervisor:
         finally:
             self._status_line.clear()
             self._end(end)
-        return 1 if end.reason in ("failed", "orphaned") else 0
+        return 1 if end.reason in ("failed", "orphaned") or not Reached.of(self._board).is_saved else 0
 
     def _redirect(self) -> None:
         """Away from torchrun's output: a bare traceback of the supervisor belongs in its log."""
@@ -133,6 +134,8 @@ class Supervisor:
         self._paths.ended.unlink(missing_ok=True)
         with without_disk("a failure may go without its name"):
             PeerLost.clear(self._paths.run_dir / FAILURE_FILE)
+        with without_disk("the summary may count steps too few"):
+            Reached().save(self._paths.reached)
         self._board = Board.create(self._paths.board)
         self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
         self._health = Health("supervisor/0", table=self._table, board=self._board)
@@ -215,7 +218,7 @@ class Supervisor:
         child.was_running = row.state == "running"
         if child.was_running:
             with without_disk("a `kill -9` of everything would leave vLLM's shared memory behind"):
-                note_foreign(self._paths, children.descendants())
+                note_foreign(self._paths, descendants())
         if row.state == "starting" and now - child.started > child.role.start_timeout_s and not self._table.holder:
             flag = f" ({child.role.start_flag})" if child.role.start_flag else ""
             child.verdict = f"it was not ready after {child.role.start_timeout_s:.0f} s{flag}"
@@ -242,6 +245,8 @@ class Supervisor:
             child.num_deaths_at_once, child.start_at = 0, time.monotonic()
             _log.warning("%s, starts again (the game's fault: no restart is used up)", lost)
             return None
+        if row.error.partition(":")[0] in NOT_TRIED_AGAIN:
+            return End("failed", lost)
         used, most = self._restarts[child.role.name], self._config.metrics.max_restarts
         if child.num_deaths_at_once >= _MAX_DEATHS_AT_ONCE:
             lost.detail = f"it died at once {child.num_deaths_at_once} times in a row: {lost.detail}"
@@ -284,7 +289,11 @@ class Supervisor:
         for role in self._roles:
             self._stop(role, timeout_s=min(role.stop_timeout_s, _FAST_STOP_S) if fast else role.stop_timeout_s)
         self._kill_orphans()
-        if end.reason in ("finished", "stopped") and self._wait_for_ranks():
+        has_left = end.reason in ("finished", "stopped") and self._wait_for_ranks()
+        reached = Reached.of(self._board)
+        with without_disk("the summary may count steps too few"):
+            reached.save(self._paths.reached)
+        if has_left and reached.is_saved:
             with without_disk("if torchrun was sent a signal, the run counts as broken off"):
                 self._paths.ended.touch()
         if not fast:

@@ -154,7 +154,7 @@ class Trainer:
         fields = [rank_fields(saved.rank_file(rank)) for rank in range(saved.num_ranks)]
         self._step, self._round = progress.step, progress.round
         if saved.folder.parent == self._process.paths.resume:  # else this run has no state of its own yet
-            self._saver.saved_step = progress.step
+            self._saver.has_saved(progress.step)
         self._stepper.num_bad_in_a_row = progress.num_bad_in_a_row
         self._is_evaluation_due = progress.is_evaluating
         is_last = self._ranks.rank == self._ranks.size - 1

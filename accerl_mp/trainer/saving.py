@@ -68,7 +68,8 @@ class Saver:
 
     def __init__(self, folder: Path, config: Config, ranks: Ranks, health: Health) -> None:
         self._folder, self._config, self._ranks, self._health = folder, config, ranks, health
-        self._identity = identity(config)  # as the run began: games that are deleted later are still the ones it is numbered by
+        # As the run began: games that are deleted later are still the ones it is numbered by.
+        self._identity = identity(config, RunPaths(folder.parent).games)
         self.group = dist.new_group(backend="gloo", timeout=_GROUP_TIMEOUT)
         self._meeting = dist.new_group(backend="gloo", timeout=_MEET)
         self.mesh = DeviceMesh.from_group(self.group, "cpu")
@@ -119,6 +120,12 @@ class Saver:
             return False
         return step >= 0 and steps.tolist() == [step, -step]
 
+    def has_saved(self, step: int) -> None:
+        """The run has a whole state of this step; at its end somebody asks the board whether it is the last one. Not collective."""
+        self.saved_step = step
+        if self._ranks.rank == 0:
+            self._health.board.set("saved_step", step)
+
     def _run(self, content: Content) -> None:
         try:
             self._save(content)
@@ -147,7 +154,7 @@ class Saver:
             verdict = [self._conclude(temporary, target, content.progress, parts)]
         dist.broadcast_object_list(verdict, src=0, group=self.group)
         if not verdict[0]:
-            self.saved_step = content.progress.step
+            self.has_saved(content.progress.step)
             _log.info("saved the state at step %d (%s) in %.1f s", self.saved_step, target.name, time.monotonic() - started)
 
     def _conclude(self, temporary: Path, target: Path, progress: Progress, parts: list[dict[str, Any]]) -> str:
@@ -192,7 +199,9 @@ class Saver:
         }
         (temporary / STATE_FILE).write_text(state_text(content))
         replace_folder(temporary, target)
-        write_atomically(self._folder / CURRENT, target.name + "\n")
+        if reason := _attempt(lambda: write_atomically(self._folder / CURRENT, target.name + "\n")):
+            _log.warning("%s cannot be written: %s; the state is there, and a start finds it by its name", self._folder / CURRENT, reason)
+            _attempt(lambda: (self._folder / CURRENT).unlink(missing_ok=True))  # else an older state would go first
         flush(self._folder)
         for old in states_in(self._folder)[self._config.metrics.keep_checkpoints :]:
             shutil.rmtree(old, ignore_errors=True)

@@ -15,6 +15,7 @@ WORDS: dict[str, tuple[str, int]] = {
     "round_used": ("trainer/0", 0),  # samples that had been trained by then, over all ranks, each use counted
     "optimizer_step": ("trainer/0", 0),
     "round": ("trainer/0", 0),
+    "saved_step": ("trainer/0", 0),  # optimizer step of the newest state of this run that is whole on disk
     "eval_asked": ("trainer/0", 0),  # evaluations asked for so far
     "eval_done": ("ingest/0", 0),  # evaluations finished so far
     "finished": ("trainer/0", 0),  # 1: training is over, end everything in order
