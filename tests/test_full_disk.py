@@ -30,7 +30,9 @@ WHO_BEARS_IT = {
     # Before anything has been trained an error is right: it is shown, and nothing is lost.
     "config.py": "at the start; later Recorder",
     "files.py": "its callers",
+    "games.py": "at the start",
     "log.py": "at the start; a log of that name is there when a role is started again",
+    "launcher/claim.py": "at the start; a restart finds the note there",
     "launcher/prepare.py": "at the start",
     "launcher/tokenizer.py": "at the start",
     "launcher/torchrun.py": "at the start; the log file is there already",
@@ -38,6 +40,7 @@ WHO_BEARS_IT = {
     "launcher/children.py": "the log file is there already",
     "trainer/replayed.py": "a tool that a person runs",
     # While a run trains.
+    "launcher/reached.py": "the supervisor's `without_disk`",
     "launcher/supervisor.py": "at the start; later `without_disk`",
     "launcher/sweep.py": "the supervisor's `without_disk`",
     "transport/errors.py": "`without_disk` of the supervisor and of rank 0; the launcher",

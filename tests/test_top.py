@@ -167,9 +167,9 @@ def test_before_any_run_it_says_what_starts_one(tmp_path: Path, monkeypatch: pyt
 
 
 @contextmanager
-def a_launcher(*words: str, cwd: Path | None = None) -> Iterator[int]:
-    """A process with the command of one that launch.sh starts."""
-    code = "import sys; print('up', flush=True); sys.stdin.read()"
+def a_launcher(*words: str, cwd: Path | None = None, first: str = "") -> Iterator[int]:
+    """A process with the command of one that launch.sh starts. `first`: what it does before anybody looks."""
+    code = f"import sys; {first}\nprint('up', flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", code, "-m", *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=cwd) as process:
         assert process.stdout
@@ -205,13 +205,15 @@ def test_a_run_whose_supervisor_comes_next_is_starting(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_folder_has_just_been_made_ready_is_starting(tmp_path: Path) -> None:
-    """Until the process that made it has ended: only then ranks are started. It does not know its folder when it begins."""
-    run = RunFolder(tmp_path)
+    """Until the process that made it has ended: only then ranks are started. Another run's says nothing about this one."""
+    run, code = RunFolder(tmp_path), "from accerl_mp.launcher.claim import claim; claim(RunPaths(Path(sys.argv[-1])), is_preparing=True)"
     Config.from_flat({"placement": "cpu"}).save(run.paths.args)
-    with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", "--max-steps", "2"):
-        assert "starting 0:0" in lines_of(read_frame(run))[0]
-        os.utime(run.paths.args, (time.time() - 3600,) * 2)
-        assert "not running" in lines_of(read_frame(run))[0], "it prepares another run"
+    (tmp_path / "another").mkdir()
+    imports = "import sys; from pathlib import Path; from accerl_mp.topology import RunPaths"
+    for folder, state in ((tmp_path, "starting 0:0"), (tmp_path / "another", "not running")):
+        with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", str(folder), first=f"{imports}; {code}"):
+            assert state in lines_of(read_frame(run))[0]
+    assert "not running" in lines_of(read_frame(run))[0], "it has ended"
 
 
 def test_a_run_is_starting_until_everybody_is_there(paths: RunPaths) -> None:

@@ -18,8 +18,13 @@ from typing import TYPE_CHECKING
 
 from accerl_mp import checks, cli, log
 from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
+from accerl_mp.games import note_games
+from accerl_mp.launcher.claim import claim, taken_by_another
+from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.resuming import plan_start, run_folder_of
-from accerl_mp.launcher.sweep import lock, sweep
+from accerl_mp.launcher.run_folder_check import misplaced
+from accerl_mp.launcher.sweep import sweep
+from accerl_mp.model_folder import json_problems
 from accerl_mp.recovery import Start
 from accerl_mp.topology import RunPaths, gpu_memory_bytes, visible_gpus
 
@@ -42,7 +47,7 @@ def main(argv: list[str]) -> int:
         return 0
     answer, words = _split(argv)
     try:
-        answer.write_text(_shell_words(_prepare(words)))
+        answer.write_text(_shell_words(_prepare(words)), encoding="utf-8", errors="surrogateescape")
     except ConfigError as error:
         print("\n".join([f"launch.sh: this cannot run:\n{error}", *_hint(error.problems, words)]), file=sys.stderr)
         return 2
@@ -110,6 +115,9 @@ def _prepare(words: list[str]) -> Config:
 
     problems = [problem for problem in check() if not (is_demo and _of_games_to_come(problem))]
     problems += _log_level(config) + _env(config)
+    problems += misplaced(paths)
+    if taken := taken_by_another(paths):  # instead of how to go on with it
+        problems = [taken, *cli.without_those_of(["--log-dir"], problems)]
     if not unread + problems:
         print("launch.sh: looks at the model and the games", file=sys.stderr)  # the next line may take some seconds
     plan = None if problems else _memory_plan(config)
@@ -210,7 +218,7 @@ def _shm_free_bytes() -> int:
 def _export_tokenizer(config: Config, folder: Path) -> list[str]:
     """Its problems; none where `checks` has already refused the model folder."""
     template = config.model.chat_template
-    if not os.path.isfile(Path(config.model.model_path) / "config.json") or (template and not os.path.isfile(template)):
+    if not _can_be_loaded(config) or (template and not os.path.isfile(template)):
         return []
     from transformers.utils import logging
 
@@ -220,9 +228,15 @@ def _export_tokenizer(config: Config, folder: Path) -> list[str]:
     return export_tokenizer(config.model, folder)
 
 
+def _can_be_loaded(config: Config) -> bool:
+    """Not where `checks` has refused the folder already, so that nothing heavy is imported for it."""
+    folder = Path(config.model.model_path)
+    return os.path.isfile(folder / "config.json") and not any(json_problems(folder))
+
+
 def _model_problems(config: Config) -> list[str]:
     """What the trainer would refuse, from the model's config alone; none where `checks` has already refused the folder."""
-    if not os.path.isfile(Path(config.model.model_path) / "config.json"):
+    if not _can_be_loaded(config):
         return []
     import torch
 
@@ -238,31 +252,32 @@ def _memory_plan(config: Config) -> "MemoryPlan | None":
         return None
     import torch
 
-    from accerl_mp.models.build import load_model
+    from accerl_mp.models.build import load_or_refuse
     from accerl_mp.models.memory import plan_memory
 
+    model, _ = load_or_refuse(config, torch.device("cuda"))  # `_model_problems` says why there is none
     try:
-        return plan_memory(load_model(config, torch.device("cuda"), meta=True), config, card_bytes)
+        return plan_memory(model, config, card_bytes) if model is not None else None
     except (ValueError, OSError, ImportError):
-        return None  # `_model_problems` says what it is
+        return None
 
 
 def _make_run_folder(paths: RunPaths, config: Config, words: list[str], start: Start) -> None:
     """New, or what a run that goes on has already: its logs, metrics and events are appended to."""
     paths.run_dir.mkdir(parents=True, exist_ok=True)
-    held = lock(paths)
-    if held is None:
-        raise ConfigError([f"--log-dir {paths.run_dir}: a run is using this folder; name another one"])
-    with held:
-        sweep(paths)
-        for note in (paths.stop, paths.ended):
-            note.unlink(missing_ok=True)
-        (paths.run_dir / "logs").mkdir(exist_ok=True)
-        with (paths.run_dir / "command.txt").open("a", errors="surrogateescape") as file:  # paths need not be UTF-8
-            file.write(shlex.join(["bash", "launch.sh", *words]) + "\n")
-        (paths.run_dir / "versions.json").write_text(json.dumps(_stack(), indent=2) + "\n")
-        config.save(paths.args)
-        start.save(paths.resume)
+    if taken := claim(paths, is_preparing=True):
+        raise ConfigError([taken])
+    sweep(paths)
+    for note in (paths.stop, paths.ended):
+        note.unlink(missing_ok=True)
+    (paths.run_dir / "logs").mkdir(exist_ok=True)
+    with (paths.run_dir / "command.txt").open("a", errors="surrogateescape") as file:  # paths need not be UTF-8
+        file.write(shlex.join(["bash", "launch.sh", *words]) + "\n")
+    (paths.run_dir / "versions.json").write_text(json.dumps(_stack(), indent=2) + "\n")
+    note_games(paths.games, config)
+    config.save(paths.args)
+    start.save(paths.resume)
+    Reached().save(paths.reached)
 
 
 def _stack() -> dict[str, str]:

@@ -9,12 +9,15 @@ import argparse
 import ctypes
 import os
 import runpy
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from accerl_mp.config import Config
+from accerl_mp.launcher.claim import claim
 from accerl_mp.launcher.resuming import plan_restart
 from accerl_mp.launcher.summary import wait_until_over
 from accerl_mp.recovery import StateError, announced_in
@@ -55,10 +58,15 @@ class Launcher:
 
     def run(self) -> int:
         """Returns the exit code."""
-        num_restarts = 0
+        num_restarts, code = 0, 2
         while True:
+            if taken := claim(self._paths, is_preparing=False):  # also where the last start's supervisor does not end
+                _say(f"the run is not started: {taken}")
+                return code
             before = announced_in(self._paths.resume)
+            shutil.rmtree(self._paths.torchrun, ignore_errors=True)  # of a launcher that was killed
             code = self._wait(_start_torchrun(self._paths, self._words))
+            shutil.rmtree(self._paths.torchrun, ignore_errors=True)
             if code == 0:
                 return code
             wait_until_over(self._paths)
@@ -144,6 +152,8 @@ def _start_torchrun(paths: RunPaths, words: list[str]) -> int:
     log_file.parent.mkdir(parents=True, exist_ok=True)
     # Python's streams only: the descriptors 1 and 2 stay the terminal, for the ranks.
     sys.stdout = sys.stderr = log_file.open("a", buffering=1)
+    paths.torchrun.mkdir(mode=0o700)
+    tempfile.tempdir = str(paths.torchrun)  # torchrun's alone: its ranks inherit variables
     os.environ["OMP_NUM_THREADS"] = "1"  # else torchrun warns; ranks choose their own
     sys.argv = ["torchrun", *words]
     runpy.run_module("accerl_mp.trainer.loopback", run_name="__main__")

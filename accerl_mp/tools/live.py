@@ -1,19 +1,16 @@
 """What a running run shows in shared memory: processes, board words, rings. Read only, and over as soon as the run is."""
 
 import os
-import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from accerl_mp.launcher.claim import is_preparing
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import WORDS, Board
 from accerl_mp.transport.health import HealthRow, HealthTable, is_alive
 from accerl_mp.transport.ring import SharedRing
 from accerl_mp.transport.ring_memory import RingError
-
-PREPARED_S = 60.0
-"""launch.sh's preparing process names no folder; it has ended at the latest so long after it made one ready."""
 
 SILENT_S = 10.0
 """A process whose heartbeat thread has not run for so long is shown as silent."""
@@ -88,17 +85,16 @@ def look(paths: RunPaths) -> Live:
 
 
 def is_launched(paths: RunPaths) -> bool:
-    """Whether the process lives that starts the run's ranks, or the one that has just made the folder ready, by their commands' words."""
+    """Whether the process lives that starts the run's ranks (by its command's words), or the one that has just made the folder ready."""
     folder = os.fsencode(paths.run_dir.resolve())
-    is_new = time.time() - paths.begun() < PREPARED_S
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = file.read_bytes().split(b"\0")
         except OSError:  # it has ended meanwhile, or is another user's
             continue
-        if (b"accerl_mp.launcher.torchrun" in words and folder in words) or (b"accerl_mp.launcher.prepare" in words and is_new):
+        if b"accerl_mp.launcher.torchrun" in words and folder in words:
             return True
-    return False
+    return is_preparing(paths)
 
 
 def prepares_here() -> bool:
