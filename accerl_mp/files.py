@@ -13,8 +13,11 @@ MOST_BYTES = 1 << 30
 def open_file(path: Path) -> BinaryIO:
     """A regular file, to be read. OSError for everything else: a FIFO without a writer would hold the reader for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return open(descriptor, "rb")  # the caller's `with` closes it
 

@@ -25,6 +25,7 @@ from accerl_mp.launcher.summary import success_lines
 from accerl_mp.launcher.torchrun import torchrun_flags
 from accerl_mp.topology import RunPaths
 from tests import chat_fixture
+from tests.saved_states import state_content
 
 ROOT = Path(__file__).parent.parent
 
@@ -375,7 +376,7 @@ def test_a_start_that_goes_on_says_from_what(tmp_path: Path, monkeypatch: pytest
     paths, name = RunPaths(tmp_path / "runs/x"), "step-000005-version-000006"
     for folder, shown in ((paths.resume / name, f"resume/{name}"), (tmp_path / "other" / name, f"{tmp_path}/other/{name}")):
         folder.mkdir(parents=True)
-        content = {"format": recovery.FORMAT, "step": 5, "version": 6, "trainer": {"round": 4}}
+        content = state_content(5, 6, trainer={"step": 5, "round": 4})
         (folder / "state.json").write_text(recovery.state_text(content))
         lines = beginning(recovery.Start(state=str(folder)), paths)
         assert lines == [f"goes on from step 5, round 4 ({shown})", "starting the run in runs/x"]

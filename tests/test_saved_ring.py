@@ -14,10 +14,11 @@ from accerl_mp.ingest.balance import FlopsEstimate
 from accerl_mp.ingest.dealer import Dealer, Schedule
 from accerl_mp.ingest.restore import make_rings
 from accerl_mp.ingest.strikes import StrikesFile
-from accerl_mp.recovery import FORMAT, SavedState, Start, low_water, state_text
+from accerl_mp.recovery import SavedState, Start, low_water, state_text
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.ring import RingReader, RingWriter, SharedRing
 from accerl_mp.transport.saved_ring import cut_ring, pack_rank
+from tests.saved_states import state_content
 
 CAPACITY = {"replay_capacity": 32, "replay_bytes": 4 << 20}
 
@@ -61,7 +62,7 @@ def save(folder: Path, ranks: list[Rank], *, version: int = 5) -> Start:
     next_number, done = max(cut.next_number for cut in cuts), {number for cut in cuts for number in cut.done}
     low, above = low_water(next_number, done, first=0)
     groups = {"next": next_number, "low_water": low, "done_above": above}
-    content = {"format": FORMAT, "step": 1, "version": version, "num_ranks": len(ranks), "groups": groups, "strikes": None, "files": {}}
+    content = state_content(1, version, num_ranks=len(ranks), groups=groups)
     (folder / "state.json").write_text(state_text(content))
     return Start(str(folder), first_version=version + 3)
 

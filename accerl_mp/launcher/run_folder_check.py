@@ -3,6 +3,7 @@
 Standard library only.
 """
 
+import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ def misplaced(paths: RunPaths) -> Iterator[str]:
         (paths.run_dir / "logs", (), ()),
         (paths.resume, _FILES_OF_RESUME, ()),
     ):
-        for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
+        for entry in sorted(folder.iterdir()) if os.path.isdir(folder) else ():
             if wrong := _wrong(entry, is_file=entry.name in files or entry.suffix == ".log", is_folder=entry.name in folders):
                 yield f"--log-dir {paths.run_dir}: {entry} {wrong}; move it away, or name another folder"
 
