@@ -215,6 +215,86 @@ OTHERS = (
         "refused with the size needed",
         "test_faults.py::test_in_a_container_whose_dev_shm_is_small_the_start_says_what_it_needs",
     ),
+    Cell(
+        "the disk",
+        "full at the end",
+        WORK,
+        "the exit code is not 0, the last line says which steps were not saved; older states stay",
+        "test_resume_runs.py::test_a_run_that_ends_on_a_full_disk_is_no_success_and_says_what_it_could_not_save",
+    ),
+    *(
+        Cell(who, event, WORK, outcome, f"test_deleted_games.py::{test}")
+        for who, event, outcome, test in (
+            (
+                "games and ingest",
+                "some deleted, then killed",
+                "the others keep their numbers, those are set aside",
+                "test_games_keep_their_numbers_when_some_are_deleted_and_ingest_is_started_again",
+            ),
+            (
+                "games",
+                "all deleted",
+                "the run ends and says that nothing is left to play",
+                "test_a_run_without_any_game_left_ends_with_that_sentence[False]",
+            ),
+            (
+                "games and ingest",
+                "all deleted, then killed",
+                "the run ends and says that nothing is left to play",
+                "test_a_run_without_any_game_left_ends_with_that_sentence[True]",
+            ),
+        )
+    ),
+    *(
+        _elsewhere("a second launch.sh", event, REST, outcome, f"test_two_starts.py::{test}")
+        for event, outcome, test in (
+            (
+                "of the same run folder, at once",
+                "one gets it, the others are refused with its pid",
+                "test_of_many_that_come_at_once_one_gets_the_folder_and_the_others_are_told_whose_it_is",
+            ),
+            (
+                "of the same run folder, later",
+                "refused with the first one's pid (exit code 2); nothing is touched",
+                "test_preparing_for_a_folder_that_another_has_is_refused_and_touches_nothing",
+            ),
+        )
+    ),
+    Cell(
+        "a second launch.sh",
+        "of the same run folder",
+        WORK,
+        "refused; the first one trains as if it were alone",
+        "test_two_starts.py::test_of_two_whole_starts_one_trains_as_if_it_were_alone",
+    ),
+    _elsewhere(
+        "the model folder",
+        "a JSON file damaged",
+        REST,
+        "refused by file and flag before anything heavy",
+        "test_damaged_models.py::test_preparing_refuses_it_before_anything_heavy",
+    ),
+    _elsewhere(
+        "the run folder",
+        "a FIFO, socket, device, file or folder in another's place",
+        REST,
+        "refused by name; nobody waits for it",
+        "test_misplaced.py::test_whatever_lies_in_its_place_is_named_with_the_flag",
+    ),
+    _elsewhere(
+        "a saved state",
+        "damaged, or with fields that no state has",
+        REST,
+        "left out in words; the older one is taken",
+        "test_damaged_notes.py::test_a_state_json_with_a_valid_checksum_and_wrong_fields_is_left_out_and_names_one",
+    ),
+    Cell(
+        "a tool with vLLM",
+        "killed while it spawns",
+        REST,
+        "nothing is left",
+        "test_play.py::test_a_process_that_vllm_has_just_spawned_does_not_outlive_a_killed_play",
+    ),
     Cell("a second run", "beside it", WORK, "they do not touch each other", "test_faults.py::test_two_runs_side_by_side"),
     _elsewhere("a stranger", "sends nonsense", WORK, "logged and dropped", "test_security.py::test_no_message_ends_ingest[0]"),
 )

@@ -35,7 +35,7 @@ WHO_BEARS_IT = {
     "launcher/claim.py": "at the start; a restart finds the note there",
     "launcher/prepare.py": "at the start",
     "launcher/tokenizer.py": "at the start",
-    "launcher/torchrun.py": "at the start; the log file is there already",
+    "launcher/torchrun.py": "at the start; the log file is there already, and its stream needs no room",
     "launcher/rank.py": "at the start; the log file is there already",
     "launcher/children.py": "the log file is there already",
     "trainer/replayed.py": "a tool that a person runs",
@@ -206,6 +206,17 @@ def test_an_end_whose_last_words_find_no_room_is_no_failure() -> None:
     with open("/dev/full", "w") as nowhere:
         done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=nowhere, stderr=nowhere, check=False, timeout=60)
     assert done.returncode == 0
+
+
+def test_what_torchrun_says_of_a_failed_rank_needs_no_room() -> None:
+    """Its exit code stays its own; Python's for a stream that cannot be flushed is 120."""
+    code = (
+        "import sys\nfrom accerl_mp.launcher.torchrun import _LogStream\n"
+        "sys.stdout = sys.stderr = _LogStream(open('/dev/full', 'wb', buffering=0))\n"
+        "print('a rank has failed', flush=True)\nraise RuntimeError('ChildFailedError')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
 
 
 def test_a_folder_of_an_older_build_is_taken_over(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ torchrun has ended; then torchrun is started again, with new ranks and a new sup
 """
 
 import argparse
+import contextlib
 import ctypes
+import io
 import os
 import runpy
 import shutil
@@ -151,13 +153,28 @@ def _start_torchrun(paths: RunPaths, words: list[str]) -> int:
     log_file = paths.log("torchrun", 0).with_name("torchrun.log")
     log_file.parent.mkdir(parents=True, exist_ok=True)
     # Python's streams only: the descriptors 1 and 2 stay the terminal, for the ranks.
-    sys.stdout = sys.stderr = log_file.open("a", buffering=1)
+    sys.stdout = sys.stderr = _LogStream(log_file.open("ab", buffering=0))
     paths.torchrun.mkdir(mode=0o700)
     tempfile.tempdir = str(paths.torchrun)  # torchrun's alone: its ranks inherit variables
     os.environ["OMP_NUM_THREADS"] = "1"  # else torchrun warns; ranks choose their own
     sys.argv = ["torchrun", *words]
     runpy.run_module("accerl_mp.trainer.loopback", run_name="__main__")
     sys.exit(0)
+
+
+class _LogStream(io.TextIOBase):
+    """torchrun's words, as far as the disk has room: those about a failed rank must not become an error, and an exit code, of their own."""
+
+    def __init__(self, file: io.RawIOBase) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._file.write(text.encode(errors="replace"))
+        return len(text)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
 
 
 def _say(text: str) -> None:
