@@ -12,6 +12,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+_LONGEST_FOLDER = 38
+"""Bytes. Below it come a folder of some 25 and vLLM's own names of 37; a socket's path must fit in 107."""
+
+
+def folder_of_sockets() -> Path:
+    """Where folders of sockets are made: the temporary folder, or /tmp where that of a cluster's job is too long for them."""
+    folder = tempfile.gettempdir()
+    return Path(folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER else "/tmp")
+
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -86,7 +95,7 @@ class RunPaths:
     @property
     def sockets(self) -> Path:
         """Folder (0700) of the ipc sockets. Not in the run folder: a socket's path must fit in 107 bytes."""
-        return Path(tempfile.gettempdir()) / f"accerl-{os.getuid()}-{self.run_id}"
+        return folder_of_sockets() / f"accerl-{os.getuid()}-{self.run_id}"
 
     @property
     def torchrun(self) -> Path:

@@ -3,7 +3,6 @@
 import glob
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accerl_mp.topology import RunPaths
+from accerl_mp.topology import RunPaths, folder_of_sockets
 
 # A shell ignores SIGINT in what it starts in the background, and every process of a test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,7 +37,7 @@ def _left(before: set[str], session_folder: Path) -> set[str]:
 
 
 def _files() -> set[str]:
-    return set(glob.glob("/dev/shm/accerl*") + glob.glob(f"{tempfile.gettempdir()}/accerl-{os.getuid()}-*"))
+    return set(glob.glob("/dev/shm/accerl*") + glob.glob(f"{folder_of_sockets()}/accerl-{os.getuid()}-*"))
 
 
 def _children() -> set[str]:

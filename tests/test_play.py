@@ -6,9 +6,11 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
@@ -452,22 +454,25 @@ def test_nothing_is_left_of_play_however_it_ends(end: str, until: str, games_dir
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_vllm_leaves_none_of_its_own_files(num_workers: int, games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
     """Of an engine that no supervisor sweeps: the memory that its CPU workers share, and the file over which they met."""
-    (tmp_path / "temporary").mkdir()
+    temporary = Path(tempfile.mkdtemp(prefix="accerl-test-", dir="/tmp"))  # short enough for sockets
     words = ["--model-path", str(DEMO_MODEL), "--game-dir", str(games_dir), "--placement", "cpu", "--out", str(tmp_path / "out")]
     words += ["--episodes", "3", "--tensor-parallel-size", str(num_workers)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path / "temporary")}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary)}
     command = [sys.executable, "-m", "accerl_mp.tools.play", *words]
-    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    with (tmp_path / "output.txt").open("wb") as output:
+        running = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     shared: set[str] = set()
     end = time.monotonic() + 360
     while running.poll() is None and time.monotonic() < end:
         shared |= shared_memory_of(running.pid)
         time.sleep(0.2)
-    assert running.wait(20) == 0, (tmp_path / "out/play.log").read_text()[-3000:]
+    assert running.wait(20) == 0, (tmp_path / "output.txt").read_text()
     assert shared
     assert any("vllm_dist_" in name for name in shared) == (num_workers > 1)
     assert wait_until_gone(running.pid, shared) == []
-    assert [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith(("vllm", "accerl"))] == []
+    left = [path.name for path in temporary.iterdir() if path.name.startswith(("vllm", "accerl"))]
+    shutil.rmtree(temporary)
+    assert left == []
 
 
 @pytest.mark.slow

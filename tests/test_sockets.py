@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,7 +15,7 @@ import pytest
 import zmq
 from sample_factory import make_record
 
-from accerl_mp.topology import RunPaths
+from accerl_mp.topology import RunPaths, folder_of_sockets
 from accerl_mp.transport import channels, sockets
 from accerl_mp.transport.channels import MESSAGES, MessageError, MetricsReceiver, MetricsSender, pack, pack_ask, unpack
 from accerl_mp.transport.loop import LoopSocket, run_loop
@@ -286,3 +287,16 @@ def test_a_broken_metric_is_counted_and_skipped(paths, context):
     assert len(records) == 1
     assert receiver.num_broken == 3
     receiver.close()
+
+
+@pytest.mark.parametrize("length", [4, 37, 38, 39, 90, 400])
+def test_sockets_have_room_whatever_the_temporary_folder_is_called(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster's job has one of its own, with a long name; vLLM's sockets have names of 36 letters."""
+    folder = f"/tmp/{'x' * (length - 5)}" if length > 4 else "/tmp"
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    monkeypatch.setattr(os, "getuid", lambda: 65534)
+    paths = RunPaths(tmp_path)
+    assert str(paths.sockets).startswith(f"{folder}/accerl-" if length <= 38 else "/tmp/accerl-")
+    assert len(str(paths.sockets)) + 1 + 36 <= 107
+    assert paths.torchrun.parent == paths.sockets.parent
+    assert len(f"{folder_of_sockets()}/accerl-65534-tool-4194304/") + 36 <= 107

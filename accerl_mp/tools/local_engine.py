@@ -19,6 +19,7 @@ from accerl_mp.launcher.environment import become_inference
 from accerl_mp.rollout.episode import Reply
 from accerl_mp.rollout.tokenizer import Tokenizer
 from accerl_mp.rollout.transcript import ChatFormat
+from accerl_mp.topology import folder_of_sockets
 from accerl_mp.transport.health import is_alive
 
 if TYPE_CHECKING:  # vllm is imported once the environment is set
@@ -72,11 +73,11 @@ def open_engine(config: Config) -> Iterator[LocalEngine]:
 def _socket_folder() -> Iterator[Path]:
     """For vLLM's ipc sockets, open to this user alone. Those of tools that were killed are removed."""
     prefix = f"accerl-{os.getuid()}-tool-"
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for folder in folder_of_sockets().glob(f"{prefix}*"):
         pid = folder.name.removeprefix(prefix)
         if pid.isdecimal() and not is_alive(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-    folder = Path(tempfile.gettempdir()) / f"{prefix}{os.getpid()}"
+    folder = folder_of_sockets() / f"{prefix}{os.getpid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
         yield folder
