@@ -66,7 +66,6 @@ class Launcher:
                 _say(f"the run is not started: {taken}")
                 return code
             before = announced_in(self._paths.resume)
-            shutil.rmtree(self._paths.torchrun, ignore_errors=True)  # of a launcher that was killed
             code = self._wait(_start_torchrun(self._paths, self._words))
             shutil.rmtree(self._paths.torchrun, ignore_errors=True)
             if code == 0:
@@ -154,6 +153,7 @@ def _start_torchrun(paths: RunPaths, words: list[str]) -> int:
     log_file.parent.mkdir(parents=True, exist_ok=True)
     # Python's streams only: the descriptors 1 and 2 stay the terminal, for the ranks.
     sys.stdout = sys.stderr = _LogStream(log_file.open("ab", buffering=0))
+    shutil.rmtree(paths.torchrun, ignore_errors=True)  # of a launcher that was killed
     paths.torchrun.mkdir(mode=0o700)
     tempfile.tempdir = str(paths.torchrun)  # torchrun's alone: its ranks inherit variables
     os.environ["OMP_NUM_THREADS"] = "1"  # else torchrun warns; ranks choose their own
