@@ -110,7 +110,7 @@ def save_tokenizer(folder: Path, template: str = CHATML) -> Tokenizer:
     """Write what the launcher writes to `<run-dir>/tokenizer/`."""
     fast = build_fast()
     folder.mkdir(parents=True, exist_ok=True)
-    fast.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(fast.to_str(pretty=True), encoding="utf-8")
     (folder / "chat_template.jinja").write_text(template)
     (folder / "meta.json").write_text(json.dumps(build_meta(fast, template)))
     return Tokenizer.load(folder)

@@ -17,7 +17,7 @@ def find_stop_ids(tokenizer_folder: Path, stop_text: str) -> list[int]:
     meta = json.loads((tokenizer_folder / "meta.json").read_text())
     stop_ids = set(meta["eos_token_ids"])
     if text := stop_text.replace("\\n", "\n").replace("\\t", "\t"):
-        found = _tokens_with(Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json")), text)
+        found = _tokens_with(Tokenizer.from_buffer((tokenizer_folder / "tokenizer.json").read_bytes()), text)
         if not found:
             _log.warning("--infer-stop %r is in no token of this vocabulary: only the end-of-turn token ends a reply", stop_text)
         stop_ids |= found

@@ -42,7 +42,8 @@ class Tokenizer:
         """Read tokenizer.json, chat_template.jinja and meta.json of `folder`."""
         template = (folder / "chat_template.jinja").read_text()
         meta = json.loads((folder / "meta.json").read_text())
-        return cls(FastTokenizer.from_file(str(folder / "tokenizer.json")), template, meta)
+        # Not from_file: it takes no path that is not UTF-8.
+        return cls(FastTokenizer.from_buffer((folder / "tokenizer.json").read_bytes()), template, meta)
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
