@@ -16,7 +16,7 @@ from accerl_mp.topology import RunPaths
 LAUNCH_PID = "ACCERL_LAUNCH_PID"
 """Environment variable: pid of launch.sh; when it is gone, the run ends."""
 
-_LOCK_S = 2.0
+_LOCK_S = 10.0
 
 Process = tuple[int, int]
 """Pid, and when it began (clock ticks since boot): another process of that pid is another."""
@@ -37,7 +37,7 @@ def claim(paths: RunPaths, *, is_preparing: bool) -> str:
     """Take the folder for this launch.sh (without one, for this process), which lets go by ending. Returns what keeps it from that.
 
     OSError where there is no room for the note.
-    waits for      the folder's lock, at most 2 s
+    waits for      the folder's lock, at most 10 s: a supervisor that is about to end, or another start that looks
     """
     held = None if taken_by_another(paths) else lock(paths, patience_s=_LOCK_S)
     if held is None:
