@@ -488,6 +488,7 @@ def test_a_process_that_vllm_has_just_spawned_does_not_outlive_a_killed_play(gam
             assert time.monotonic() < end
             time.sleep(0.001)
         spawned[0].suspend()
+        time.sleep(0.5)  # until everything that it is to run lies in its pipe: else it ends by itself
         running.kill()
         running.communicate(timeout=60)
         spawned[0].resume()

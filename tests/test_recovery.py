@@ -5,9 +5,11 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -37,9 +39,9 @@ FLAGS = """
 """
 
 
-def _launch(run_dir: Path, games: Path) -> subprocess.Popen:
+def _launch(run_dir: Path, games: Path, temporary: str) -> subprocess.Popen:
     words = [*FLAGS.split(), "--model-path", str(ROOT / "accerl_mp/presets/demo_model"), "--tw-game-dir", str(games)]
-    environment = os.environ | {"ACCERL_PYTHON": sys.executable}
+    environment = os.environ | {"ACCERL_PYTHON": sys.executable, "TMPDIR": temporary}
     command = ["bash", str(ROOT / "launch.sh"), *words, "--log-dir", str(run_dir)]
     with (run_dir.parent / "output.txt").open("wb") as output:
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
@@ -61,7 +63,8 @@ def _waits_for_the_first_samples(table: HealthTable, board: Board) -> bool:
 
 def test_training_goes_on_when_vllm_is_killed_while_the_trainer_waits_for_samples(tmp_path: Path, games_dir: Path) -> None:  # noqa: F811
     paths = RunPaths(tmp_path / "run")
-    launched = _launch(paths.run_dir, games_dir)
+    temporary = tempfile.mkdtemp(prefix="accerl-test-", dir="/tmp")  # short enough for sockets
+    launched = _launch(paths.run_dir, games_dir, temporary)
     try:
         _wait_for(paths.health.exists, launched, 60)
         table, board = HealthTable.attach(paths.health), Board.attach(paths.board)
@@ -72,6 +75,9 @@ def test_training_goes_on_when_vllm_is_killed_while_the_trainer_waits_for_sample
         if launched.poll() is None:
             launched.terminate()
             launched.wait(90)
+        left = [name for name in os.listdir(temporary) if name.startswith(("accerl", "torchelastic", "vllm"))]
+        shutil.rmtree(temporary)
+    assert left == [], "what a killed vLLM and torchrun have made there goes with the run"
     log = paths.log("trainer", 0).read_text()
     assert re.findall(r"push (\d+) verified", log) == ["0", "0"], "the new engine gets the version in use, verified like a first push"
     rounds = [record for line in (paths.run_dir / "metrics.jsonl").read_text().splitlines() if "Train/Loss" in (record := json.loads(line))]
