@@ -51,9 +51,20 @@ def game_folder(option: str, folder: str, config: Config) -> Iterator[str]:
         return
     if not games:
         yield f"{option} {folder}: no file matches --tw-game-pattern {pattern!r}: there is nothing to play"
+    if strange := [game for game in games if _is_no_utf8(str(game))]:
+        names = f"{len(strange)} games have names that are no UTF-8 ({str(strange[0])!r} first)"
+        yield f"{option} {folder}: {names}: no message could carry them; rename them"
     if config.games.env == TEXTWORLD and (lonely := without_json(games)):
         names = ", ".join(game.name for game in lonely[:3]) + (", ..." if len(lonely) > 3 else "")
         yield f"{option} {folder}: {len(lonely)} games have no .json beside them ({names}): TextWorld would give no commands, score or end"
+
+
+def _is_no_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def not_a_pattern(pattern: str) -> bool:

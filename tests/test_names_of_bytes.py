@@ -1,7 +1,6 @@
 """Files and folders whose names are no UTF-8: to the system they are names like any other."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,16 +8,18 @@ from pathlib import Path
 import pytest
 from games_fixture import games_dir  # noqa: F401
 
+from accerl_mp.config import Config
 from accerl_mp.files import read_text, write_atomically, write_over
 from accerl_mp.launcher.claim import claim, taken_by_another
 from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.summary import failure_lines, resume_command, success_lines
+from accerl_mp.path_checks import game_folder
 from accerl_mp.recovery import Start
+from accerl_mp.stats import events
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE
 from tests.light_run import LightRun
-from tests.poisoned_games import poison
 
 NAME = os.fsdecode(b"a run \xff\xfe of M\xfcller")
 ROOT = Path(__file__).parent.parent
@@ -44,6 +45,12 @@ def test_notes_hold_them(tmp_path: Path) -> None:
     assert any(NAME in line for line in success_lines(paths, {}) + failure_lines(paths))
 
 
+def test_tensorboard_gets_them_as_letters() -> None:
+    [text, *hparams] = events.flag_events({"tw_game_dir": NAME, "seed": 1}, started_s=1.0)
+    assert "a run \ufffd\ufffd of M\ufffdller" in text.summary.value[0].tensor.string_val[0].decode()
+    assert events.as_records([text, *hparams])
+
+
 def test_a_terminal_and_a_log_get_their_bytes(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from accerl_mp import log; from accerl_mp.topology import RunPaths; import logging\n"
@@ -61,22 +68,26 @@ def test_a_terminal_and_a_log_get_their_bytes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore::Warning:jericho")
-def test_a_run_in_such_a_folder_plays_games_of_such_names(tmp_path: Path, games_dir: Path) -> None:  # noqa: F811
-    games, whole = tmp_path / os.fsdecode(b"games \xff"), os.fsdecode(b"whole \xff.z8")
-    shutil.copytree(games_dir, games)
-    for ending in (".z8", ".json"):
-        (games / "room-1.z8").with_suffix(ending).rename((games / whole).with_suffix(ending))
-    bad = poison(games / "room-0.z8", games / os.fsdecode(b"broken \xff.z8"), "damaged")
-    run = LightRun(tmp_path / NAME, games)
+def test_a_run_in_such_a_folder_trains(tmp_path: Path, games_dir: Path) -> None:  # noqa: F811
+    run = LightRun(tmp_path / NAME, games_dir)
     try:
-        run.wait_for(lambda: "set aside" in run.log("ingest"), "the broken game to be set aside", 120)
         run.wait_training(6)
         run.finish()
-        output = (run.paths.run_dir / "output.txt").read_bytes()
-        assert output.count(b"game " + os.fsencode(bad) + b" failed 3 times in a row and is set aside, 3 games are left") == 1
-        assert b"Traceback" not in output
+        assert b"Traceback" not in (run.paths.run_dir / "output.txt").read_bytes()
     finally:
         run.close()
+
+
+@pytest.mark.parametrize("game", ["broken \udcff.z8", "games \udcff/a.z8"])
+def test_games_of_such_names_are_refused(tmp_path: Path, game: str) -> None:
+    """Messages between processes carry texts."""
+    for ending in (".z8", ".json"):
+        path = (tmp_path / game).with_suffix(ending)
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    [said] = game_folder("--tw-game-dir", str(tmp_path), Config())
+    assert said.startswith(f"--tw-game-dir {tmp_path}: 1 games have names that are no UTF-8 (")
+    assert said.isprintable()
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def text_event(tag: str, text: str, *, step: int) -> Event:
     """Markdown, for the Text tab."""
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
-    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode(errors="surrogateescape")], tensor_shape=shape)
+    tensor = TensorProto(dtype=DT_STRING, string_val=[_shown(text).encode()], tensor_shape=shape)
     return _event(Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)]), step=step)
 
 
@@ -125,7 +125,7 @@ def _hparams(flat: Mapping[str, Any], started_s: float) -> list[Event]:
         elif isinstance(value, (int, float)):
             start.hparams[name].number_value = value
         else:
-            start.hparams[name].string_value = "" if value is None else str(value)
+            start.hparams[name].string_value = "" if value is None else _shown(str(value))
     metrics = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in HEADLINES]
     infos = [api_pb2.HParamInfo(name=name, type=_hparam_type(value)) for name, value in flat.items()]
     contents = {
@@ -139,6 +139,11 @@ def _hparams(flat: Mapping[str, Any], started_s: float) -> list[Event]:
         for tag, content in contents.items()
     ]
     return [_event(Summary(value=[value]), step=0) for value in values]
+
+
+def _shown(text: str) -> str:
+    """Names of files need not be UTF-8; what TensorBoard reads must be."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
 
 
 def _hparam_type(value: Any) -> int:
