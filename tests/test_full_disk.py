@@ -56,6 +56,7 @@ WHO_BEARS_IT = {
     "stats/collector.py": "stats/writer.py, which appends its texts to the events",
     "stats/writer.py": "itself: AppendFile",
     "stats/status_file.py": "itself",
+    "stats/window_file.py": "itself",
     "trainer/best.py": "BestExport.judge",
     "trainer/checkpoint.py": "export, Saver",
     "trainer/recording.py": "itself",

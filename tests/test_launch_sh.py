@@ -332,6 +332,27 @@ def test_prepare_writes_the_run_folder(tmp_path: Path, model_and_games: list[str
     assert (said[0], said[-1]) == ("launch.sh: looks at the model and the games", "launch.sh: starting the run in a run")
 
 
+@pytest.mark.parametrize("made_of_it", ["SystemExit", "ImportError", "nothing"])
+def test_preparing_that_is_stopped_says_so_whatever_a_library_makes_of_the_signal(made_of_it: str) -> None:
+    code = f"""
+import os, signal, sys
+from accerl_mp.launcher.prepare import until_asked_to_end
+def work():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.sigtimedwait([], 5)
+    except SystemExit:
+        if {made_of_it!r} == "ImportError":
+            raise ImportError("numpy.core.multiarray failed to import")
+        if {made_of_it!r} == "SystemExit":
+            raise
+    return 2
+sys.exit(until_asked_to_end(work))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (143, b"")
+
+
 def test_preparing_that_is_stopped_leaves_no_temporary_folder(tmp_path: Path, model_and_games: list[str]) -> None:
     (temporary := tmp_path / "temporary").mkdir()
     command = [sys.executable, "-m", "accerl_mp.launcher.prepare", "--answer", "answer", "--", *model_and_games]

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -296,6 +296,25 @@ def _shell_words(config: Config) -> str:
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in words.items())
 
 
+def until_asked_to_end(work: Callable[[], int]) -> int:
+    """Exit code of `work`, or of SIGTERM, which ends it with SystemExit so that the temporary folder goes too.
+
+    Whatever the code makes of that exception which the signal has met: a library in C that is just being imported makes it an ImportError.
+    """
+    came: list[int] = []
+
+    def leave(number: int, _frame: object) -> None:
+        came.append(number)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        code = work()
+    except BaseException:
+        if not came:
+            raise
+    return 128 + came[0] if came else code
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the temporary folder goes too
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(until_asked_to_end(lambda: main(sys.argv[1:])))
