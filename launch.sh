@@ -219,9 +219,10 @@ leave() {
     local code=143 start=$SECONDS
     [ "$stopped_by" = INT ] && code=130
     [ "$stopped_by" = HUP ] && code=129
+    trap '' PIPE # what reads this (`| tee`) may have ended by the same Ctrl+C: that costs words, not what was learned
     if [ -n "$run_dir" ]; then
+        touch "$run_dir/stop" || graceful_s=0
         say "ends the run ($stopped_by); once more to hurry"
-        touch "$run_dir/stop"
         while alive && [ $((SECONDS - start)) -lt "$graceful_s" ]; do pause; done
     else
         say "stopped ($stopped_by) before a run began"

@@ -273,8 +273,8 @@ def test_a_stop_file_ends_the_run_with_exit_code_zero_even_if_a_role_is_deaf(sta
     ("end", "trained", "said"),
     [
         ("stop", "4 2 2", "Steps 3 to 4 were not saved"),
-        ("finish", "4 0 2", "Nothing was saved"),
-        pytest.param("stop", "4 0 2", "Nothing was saved", marks=pytest.mark.slow),
+        ("finish", "4 0 2", "No state was saved"),
+        pytest.param("stop", "4 0 2", "No state was saved", marks=pytest.mark.slow),
         pytest.param("stop", "4 4 2", "", marks=pytest.mark.slow),
         pytest.param("finish", "4 4 2", "", marks=pytest.mark.slow),
     ],
@@ -339,6 +339,17 @@ def test_the_death_of_launch_sh_ends_the_run(start: Callable[..., Run], monkeypa
     launcher.wait()
     assert run.codes() == [0]
     assert "launch.sh is gone" in run.terminal()
+    assert run.paths.stop.exists(), "ranks would take it for a failure and save nothing"
+    run.assert_nothing_left()
+
+
+def test_a_signal_to_the_supervisor_alone_is_a_stop_too(start: Callable[..., Run]) -> None:
+    run = start("rollout:run")
+    pids = run.wait_running("supervisor/0", "rollout/0", "trainer/0")
+    os.kill(pids["supervisor/0"], signal.SIGTERM)
+    assert run.codes() == [0]
+    assert "the supervisor got SIGTERM" in run.terminal()
+    assert run.paths.stop.exists(), "ranks would take it for a failure and save nothing"
     run.assert_nothing_left()
 
 

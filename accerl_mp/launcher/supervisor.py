@@ -284,6 +284,9 @@ class Supervisor:
             self._report(end.lost)
         elif end.reason in ("stopped", "orphaned"):
             _log.info("ends the run: %s", end.detail)
+            if end.reason == "stopped":
+                with without_disk("ranks take it for a failure and save no last state"):
+                    self._paths.stop.touch()
             self._board.set("stop", 1)
         fast = end.reason in ("failed", "orphaned")
         for role in self._roles:
