@@ -1,6 +1,8 @@
 """launch.sh: set-up, help, refusals, signals. Runs are faked by a stub Python; the real flow is tested elsewhere."""
 
+import contextlib
 import gc
+import itertools
 import json
 import os
 import pkgutil
@@ -19,13 +21,15 @@ from typing import Any
 import pexpect
 import pytest
 
-from accerl_mp import recovery
+from accerl_mp import cli, recovery
+from accerl_mp.config import ConfigError, resolve
+from accerl_mp.launcher import prepare as preparing
 from accerl_mp.launcher.prepare import _temporary_folder, beginning
 from accerl_mp.launcher.summary import success_lines
 from accerl_mp.launcher.torchrun import torchrun_flags
 from accerl_mp.topology import RunPaths
 from tests import chat_fixture
-from tests.saved_states import state_content
+from tests.saved_states import save_state, state_content
 
 ROOT = Path(__file__).parent.parent
 
@@ -264,6 +268,17 @@ def test_a_signal_writes_the_stop_file_and_waits_for_the_run(stub: Path, number:
     assert calls(stub)[-1].endswith("--exit-code 0")
 
 
+def test_ctrl_c_that_ends_the_reader_too_lets_the_run_save(stub: Path) -> None:
+    """`bash launch.sh 2>&1 | tee log`: the terminal sends it to all of them, and tee may be the first to end."""
+    run = start_stub(stub, "--seed", "1")
+    wait_until((stub / "torchrun.pid").exists)
+    run.stderr.close()
+    run.send_signal(signal.SIGINT)
+    assert run.wait(20) == 0
+    assert (stub / "run dir/stop").exists()
+    assert "TERM" not in calls(stub)
+
+
 def test_a_second_signal_hurries(stub: Path) -> None:
     (stub / "deaf").touch()
     run = start_stub(stub, "--seed", "1")
@@ -448,6 +463,28 @@ def test_what_cannot_work_is_said_before_the_demos_games_are_made(tmp_path: Path
     assert not {"--tw-game-dir", "--eval-game-dir"} & set(said), done.stderr
     assert list(tmp_path.rglob("*.z8")) == []
     assert list(tmp_path.rglob("args.json")) == []
+
+
+@pytest.mark.parametrize("are_the_same", [True, False])
+def test_a_demo_that_goes_on_may_have_lost_its_games_but_not_have_others(
+    are_the_same: bool, tmp_path: Path, model_and_games: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(name: str = "a" if are_the_same else "b") -> None:
+        for split, suffix in itertools.product(("train", "heldout"), (".z8", ".json")):
+            folder = tmp_path / "runs/demo_games" / split
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).with_suffix(suffix).touch()
+
+    monkeypatch.chdir(tmp_path)
+    words = [*model_and_games, *DEMO[2:], "--resume", "auto"]
+    make("a")
+    save_state(tmp_path / "a run/resume", 3, preparing._absolute(resolve(cli.read(words, environ={})[0], num_gpus=0, log_dir="a run")))
+    shutil.rmtree(tmp_path / "runs/demo_games")
+    monkeypatch.setattr(preparing, "_make_demo_games", make)
+    refused = pytest.raises(ConfigError, match=r"--tw-game-dir .* differs from the saved state's")
+    with contextlib.nullcontext() if are_the_same else refused:
+        preparing._prepare(words)
+    assert (tmp_path / "a run/args.json").exists() == are_the_same
 
 
 @pytest.mark.parametrize("words", [["--max-steps", "5"], [], ["--tw-game-dir", "games"]])

@@ -64,8 +64,9 @@ def _split(argv: list[str]) -> tuple[Path, list[str]]:
 
 
 def _hint(problems: list[str], words: list[str]) -> list[str]:
-    """For flags without a model and games: they may have been meant for the demo."""
-    if not all(any(problem.startswith(f"{flag} is missing") for problem in problems) for flag in ("--model-path", "--tw-game-dir")):
+    """For flags that lack a model and games and nothing else: they may have been meant for the demo."""
+    missing = [f"{flag} is missing" for flag in ("--model-path", "--tw-game-dir")]
+    if len(problems) != len(missing) or not all(problem.startswith(tuple(missing)) for problem in problems):
         return []
     go = "" if Path.cwd() == _ROOT else f"cd {shlex.quote(str(_ROOT))} && "  # the demo's own paths are relative to it
     return [f"launch.sh: for the demo with these flags: {go}bash launch.sh @accerl_mp/presets/demo.args {shlex.join(words)}".rstrip()]
@@ -76,9 +77,9 @@ def _plays_demo_games(config: Config) -> bool:
 
 
 def _of_games_to_come(problem: str) -> bool:
-    """Of a folder that `_make_demo_games` is about to fill."""
-    folders = [f"{flag} {os.path.realpath(_DEMO_GAMES / split)}: " for flag in ("--tw-game-dir", "--eval-game-dir") for split in _SPLITS]
-    return problem.startswith(tuple(folders))
+    """Of a folder that `_make_demo_games` is about to fill, or of a saved state whose games are to come."""
+    folders = {flag: [os.path.realpath(_DEMO_GAMES / split) for split in _SPLITS] for flag in ("--tw-game-dir", "--eval-game-dir")}
+    return problem.startswith(tuple(f"{flag} {path}{end}" for flag, paths in folders.items() for path in paths for end in (": ", " (")))
 
 
 def _make_demo_games() -> None:
@@ -113,7 +114,10 @@ def _prepare(words: list[str]) -> Config:
     def check() -> list[str]:
         return checks.check(config, num_gpus=len(gpus), shm_free_bytes=_shm_free_bytes(), typed=typed)
 
-    problems = [problem for problem in check() if not (is_demo and _of_games_to_come(problem))]
+    def but_games_to_come(problems: list[str]) -> list[str]:
+        return [problem for problem in problems if not (is_demo and _of_games_to_come(problem))]
+
+    problems = but_games_to_come(check())
     problems += _log_level(config) + _env(config)
     problems += misplaced(paths)
     if taken := taken_by_another(paths):  # instead of how to go on with it
@@ -127,11 +131,11 @@ def _prepare(words: list[str]) -> Config:
         if not any(CONFIG_UNREADABLE in problem for problem in problems):  # else the model would say the same again
             problems += _model_problems(config)
         start, of_resume, warnings = plan_start(config)
-        if problems := unread + cli.without_those_of(unread, problems + of_resume):
+        if problems := unread + cli.without_those_of(unread, problems + but_games_to_come(of_resume)):
             raise ConfigError(problems)
         if is_demo:
             _make_demo_games()
-            if problems := check():
+            if problems := check() + plan_start(config)[1]:
                 raise ConfigError(problems)
         for warning in checks.warnings(config, typed) + warnings + (plan.warnings() if plan else []):
             print(f"launch.sh: warning: {warning}", file=sys.stderr)
