@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MOST_BYTES = 1 << 30
-"""Of a file that is read whole into memory: a list of two million games is far below."""
+"""Of a text that is read whole into memory: a list of two million games is far below."""
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -23,16 +23,17 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_file(path: Path) -> bytes:
-    """All of a regular file. OSError for everything else, and beyond MOST_BYTES."""
+    """All of a regular file, however large: a rank's saved samples may be gigabytes. OSError for everything else."""
     with open_file(path) as file:
-        if os.fstat(file.fileno()).st_size > MOST_BYTES:
-            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
         return file.read()
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """All of a regular file in UTF-8. OSError as `read_file`, UnicodeDecodeError as `errors` says."""
-    return read_file(path).decode(errors=errors)
+    """All of a regular file in UTF-8. OSError for everything else and beyond MOST_BYTES, UnicodeDecodeError as `errors` says."""
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+        return file.read().decode(errors=errors)
 
 
 def write_atomically(path: Path, text: str) -> None:

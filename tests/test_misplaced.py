@@ -88,4 +88,4 @@ def test_a_file_that_no_memory_holds_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(MOST_BYTES + 1)
     with pytest.raises(OSError, match="File too large"):
-        read_file(tmp_path / "huge")
+        read_text(tmp_path / "huge")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from accerl_mp.files import write_atomically
+from accerl_mp.files import read_text, write_atomically
 from accerl_mp.recovery import Start, StateError
 from accerl_mp.stats.windows import EpisodeRecord, EpisodeWindow
 from accerl_mp.topology import RunPaths
@@ -64,7 +64,7 @@ class WindowFile:
         path = next((path for path in before if path.exists()), None)
         if path is None:
             return
-        noted = json.loads(path.read_text())
+        noted = json.loads(read_text(path))
         if not isinstance(noted, dict) or not isinstance(rows := noted.get("episodes"), list) or not all(map(_is_row, rows)):
             raise ValueError("damaged")
         if state or noted.get("begun") == self._begun:
