@@ -261,7 +261,7 @@ def test_a_run_that_ends_on_a_full_disk_is_no_success_and_says_what_it_could_not
         assert num_steps <= shown <= NUM_STEPS
         saved = recovery.newest_step(run.paths.resume)
         assert (saved > 0) == (every == "1")
-        expected = f"Steps {saved + 1} to {shown} were not saved: " if saved else f"Nothing was saved: the state at step {shown} could not"
+        expected = f"Steps {saved + 1} to {shown} were not saved: " if saved else f"No state was saved: the state at step {shown} was not"
         assert lines[-1].startswith(expected), lines
         assert "No space left on device" in run.paths.log("trainer", 0).read_text()
         assert not run.paths.ended.exists()

@@ -4,6 +4,7 @@ python -m accerl_mp.launcher.summary --run-dir DIR --exit-code N
 """
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 from accerl_mp.files import read_text
 from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.sweep import lock, sweep
-from accerl_mp.recovery import newest_step
+from accerl_mp.recovery import Start, StateError, newest_step, states_in
 from accerl_mp.stats.status_file import read_status
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
@@ -67,11 +68,12 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     before = [f"  with earlier starts {_minutes(all_s)} in rounds"] if all_s > rounds_s else []
     how = "stopped on request" if paths.stop.exists() else "finished"
     reached = Reached.load(paths.reached)
-    num_steps = max(status.get("step", 0), newest_step(paths.resume), reached.step)
+    # A start that went on from an older state and was stopped before its first step has that state's.
+    num_steps = reached.step or newest_step(paths.resume) or status.get("step", 0)
     num_pushes = max(status.get("version", 0), reached.version)
     lines = [
         "",
-        f"The run has {how}: {num_steps} optimizer steps, {num_pushes} weight pushes after the first,"
+        f"The run has {how}: {num_steps} optimizer steps, {num_pushes} weight push{'' if num_pushes == 1 else 'es'} after the first,"
         f" {status.get('episodes', 0):,} episodes",
     ]
     lines += _evaluation(status)
@@ -88,11 +90,14 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
 
 def unsaved_lines(paths: RunPaths, reached: Reached) -> list[str]:
     """What is lost, where the last state could not be saved; the exit code is not 0 then."""
-    if reached.is_saved:
+    if (saved := newest_step(paths.resume)) >= reached.step:
         return []
-    why = f"the state at step {reached.step} could not be written (why: {paths.log('trainer', 0)})"
-    if not (saved := newest_step(paths.resume)):
-        return ["", f"Nothing was saved: {why}, and there is no older one"]
+    why = f"the state at step {reached.step} was not written (why: {paths.log('trainer', 0)})"
+    if not saved:
+        with contextlib.suppress(StateError):
+            if given := Start.load(paths.resume).state:
+                return ["", f"No state was saved: {why}; this run went on from {given}, which --resume takes again"]
+        return ["", f"No state was saved: {why}, and there is no older one"]
     return ["", f"Steps {saved + 1} to {reached.step} were not saved: {why}; --resume auto goes on from step {saved}"]
 
 
@@ -134,7 +139,15 @@ def resume_command(paths: RunPaths) -> str:
     typed = "".join(f" {shlex.quote(word)}" for word in words)
     launch = "launch.sh" if Path.cwd() == _ROOT else shlex.quote(str(_ROOT / "launch.sh"))
     prefix = "" if _called_from() == Path.cwd() else f"cd {shlex.quote(str(Path.cwd()))} && "  # the demo goes to its own folder
-    return f"{prefix}bash {launch}{typed} --log-dir {shlex.quote(str(paths.run_dir))} --resume auto"
+    return f"{prefix}bash {launch}{typed} --log-dir {shlex.quote(str(paths.run_dir))} --resume {shlex.quote(_goes_on_from(paths))}"
+
+
+def _goes_on_from(paths: RunPaths) -> str:
+    """`auto`, or another run's state where this one went on from it and has none of its own."""
+    with contextlib.suppress(StateError):
+        if not states_in(paths.resume) and (given := Start.load(paths.resume).state):
+            return given
+    return "auto"
 
 
 def _called_from() -> Path:
