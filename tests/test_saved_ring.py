@@ -1,5 +1,6 @@
 """A ring's content through a saved state: nothing lost, nothing doubled, on the same and on other numbers of ranks."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -286,6 +287,17 @@ def test_strikes_outlive_ingest_and_a_skipped_game_is_not_dealt_again(tmp_path: 
     StrikesFile(tmp_path / "strikes.json", successor, Start())
     assert successor.set_aside == {bad}
     assert successor.orphans == set()
+
+
+def test_a_start_tries_all_games_again_where_every_one_was_set_aside(tmp_path: Path) -> None:
+    """Their folder was away for a while, most likely; groups that were being played are not forgotten."""
+    (tmp_path / "strikes.json").write_text(json.dumps({"strikes": [["train", 0, 3]], "set_aside": [0, 1, 2]}))
+    dealer = Dealer.resume(Schedule(seed=0, num_games=3, group_size=1), 1, next_number=3, done={0}, window=2048)
+    orphans = set(dealer.orphans)
+    StrikesFile(tmp_path / "strikes.json", dealer, Start())
+    assert dealer.set_aside == set()
+    assert dealer.orphans == orphans != set()
+    assert json.loads((tmp_path / "strikes.json").read_text()) == {"strikes": [], "set_aside": []}
 
 
 def test_an_ingest_that_starts_again_needs_no_state_that_is_gone(two: list[Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ class StrikesFile:
         self._saved = noted_strikes(path)
         if self._saved is None and start.state is not None:
             self._saved = self._taken_over(start)
+        if self._saved and len(self._saved["set_aside"]) >= dealer.schedule.num_games:  # their folder was away for a while
+            _log.warning("every game had been set aside: all are tried again")
+            self._write(_NONE)
         if self._saved:
             dealer.take_strikes(self._saved)
 

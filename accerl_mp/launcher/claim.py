@@ -24,12 +24,15 @@ Process = tuple[int, int]
 
 def taken_by_another(paths: RunPaths) -> str:
     """What keeps this launch.sh from running in the folder, with what to do; empty: nothing. Without the lock: a first look."""
-    launch = _noted(paths, "launch")
-    if launch is None or launch[0] == _own_launch() or not _lives(launch):
+    launch, prepare = _noted(paths, "launch"), _noted(paths, "prepare")
+    if launch is None or launch[0] == _own_launch():
+        return ""
+    living = next((process for process in (launch, prepare) if process is not None and _lives(process)), None)
+    if living is None:
         return ""
     return (
-        f"--log-dir {paths.run_dir}: another run has this folder (launch.sh, pid {launch[0]}); name another folder, "
-        f"or end that run first: Ctrl+C where it runs, or kill -TERM {launch[0]}"
+        f"--log-dir {paths.run_dir}: another run has this folder (launch.sh, pid {living[0]}); name another folder, "
+        f"or end that run first: Ctrl+C where it runs, or kill -TERM {living[0]}"
     )
 
 
@@ -81,6 +84,6 @@ def _process(pid: int) -> Process | None:
     """None: it has ended, though its parent may not have asked for its exit code yet."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:  # another user may not look (hidepid), or no process can have that number
         return None
     return None if fields[0] in (b"Z", b"X") else (pid, int(fields[19]))

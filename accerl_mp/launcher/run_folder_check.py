@@ -3,7 +3,6 @@
 Standard library only.
 """
 
-import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +16,23 @@ _FILES_OF_RESUME = ("current", "announced", "start.json")
 
 
 def misplaced(paths: RunPaths) -> Iterator[str]:
-    """A sentence for each entry of the folder, of its logs and of its `resume`, that this user's run could not read or write there."""
+    """A sentence for each entry of the folder, of its logs and of its `resume`, that is not what a run has there."""
     for folder, files, folders in (
         (paths.run_dir, (*_FILES, *_MORE_FILES), _FOLDERS),
         (paths.run_dir / "logs", (), ()),
         (paths.resume, _FILES_OF_RESUME, ()),
     ):
-        for entry in sorted(folder.iterdir()) if os.path.isdir(folder) else ():
+        for entry in _entries(folder):
             if wrong := _wrong(entry, is_file=entry.name in files or entry.suffix == ".log", is_folder=entry.name in folders):
                 yield f"--log-dir {paths.run_dir}: {entry} {wrong}; move it away, or name another folder"
+
+
+def _entries(folder: Path) -> list[Path]:
+    """None where this user may not look: `checks` says so."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _wrong(entry: Path, *, is_file: bool, is_folder: bool) -> str:
