@@ -139,7 +139,7 @@ class Trainer:
 
     def _close_trained_round(self) -> None:
         """One that lacks its push alone: the curves have it before the run ends, its push is the next start's first. Collective."""
-        if self._metrics.has_steps and self._step % self._config.run.sync_every_optimizer_steps == 0:
+        if self._metrics.has_steps and (self._step % self._config.run.sync_every_optimizer_steps == 0 or self._is_over()):
             is_due = self._is_pushing and self._is_evaluation_next()
             self._round = self._process.board.get("round") + 1  # it may have been counted: its push had begun
             self._is_evaluation_due |= is_due or self._is_evaluation_next()
