@@ -85,7 +85,7 @@ def prepare(args: argparse.Namespace, unread: list[str]) -> tuple[Config, list[s
             problems.append("--model-path is missing: there is nobody to play (--human: you)")
     env = args.env or config.games.env
     with collecting(problems):
-        if args.game_dir:  # else it is among the unread
+        if args.game_dir is not None:  # else it is among the unread
             games = list_played_games(args.game_dir, args.game_pattern, args.game_limit, needs_json=env == TEXTWORLD)
     if env != args.env:
         problems += env_problems(env)

@@ -91,7 +91,7 @@ def wait_for_run(folder: Path | None) -> RunFolder:
             if num_missed > is_said:  # a second look, once it waits: preparing may have ended between the two of the first
                 raise
             if not is_said:
-                what = str(error).partition(":")[0]
+                what = str(error).partition("; ")[0].partition(" yet: ")[0]
                 print(f"{what}; one is being prepared: this waits for it (Ctrl+C ends it)", file=sys.stderr, flush=True)
                 is_said = True
         time.sleep(_LOOK_S)
