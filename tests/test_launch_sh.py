@@ -25,6 +25,7 @@ from accerl_mp import cli, recovery
 from accerl_mp.config import ConfigError, resolve
 from accerl_mp.launcher import prepare as preparing
 from accerl_mp.launcher.prepare import _temporary_folder, beginning
+from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.summary import success_lines
 from accerl_mp.launcher.torchrun import torchrun_flags
 from accerl_mp.topology import RunPaths
@@ -548,14 +549,16 @@ def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
 
 
 def test_the_summary_of_a_run_that_stopped_within_a_round_counts_the_steps_that_it_saved(tmp_path: Path) -> None:
-    """status.json knows whole rounds only."""
+    """status.json knows whole rounds only, and may be of a start whose last steps a crash has cost."""
     for name in ("command.txt", "stop"):
         (tmp_path / name).write_text("bash launch.sh\n")
     for step in (8, 19):
         (tmp_path / "resume" / recovery.folder_name(step, step)).mkdir(parents=True)
     assert "stopped on request: 19 optimizer steps" in success_lines(RunPaths(tmp_path), {"step": 18})[1]
-    assert "stopped on request: 20 optimizer steps" in success_lines(RunPaths(tmp_path), {"step": 20})[1]
+    assert "stopped on request: 19 optimizer steps" in success_lines(RunPaths(tmp_path), {"step": 21})[1]
     assert "stopped on request: 19 optimizer steps" in success_lines(RunPaths(tmp_path), {})[1]
+    Reached(step=20, saved_step=20, version=4).save(RunPaths(tmp_path).reached)
+    assert "stopped on request: 20 optimizer steps, 4 weight pushes" in success_lines(RunPaths(tmp_path), {"step": 18})[1]
 
 
 @pytest.mark.parametrize("damage", [b"", b"bash launch.sh --checkpoint-name 'new\n", b"bash launch.sh --log-dir \xff\n", None])
