@@ -354,6 +354,7 @@ def test_columns_of_unequal_turn_limits_say_so(limits: tuple[int, int], capfd: p
         (evaluate, "--seed 1", "--seed: no such flag; did you mean --seeds?"),
         (evaluate, "--seeds 1", "RUN_OR_MODEL is missing"),
         (play, "--game-dir", "argument --game-dir: expected one argument"),
+        (play, "--foo -1", "--foo: no such flag; |--model-path is missing"),
     ],
 )
 def test_unknown_flags_get_a_guess_and_all_problems_are_said_at_once(
@@ -368,6 +369,7 @@ def test_unknown_flags_get_a_guess_and_all_problems_are_said_at_once(
     assert code == 2
     for start in expected.split("|"):
         assert any(line.startswith(f"- {start}") for line in said), (start, said)
+    assert not any("-1: no such flag" in line for line in said), "a number is no flag"
 
 
 @pytest.mark.vllm

@@ -62,7 +62,7 @@ class ToolParser(argparse.ArgumentParser):
         self.exit(2, "\n".join([f"{self.prog}: this cannot be done:", *(f"- {problem}" for problem in problems), ""]))
 
     def _unknown(self, words: list[str]) -> list[str]:
-        flags = [word.partition("=")[0] for word in words if word.startswith("-")]
+        flags = [word.partition("=")[0] for word in words if word.startswith("-") and word.strip("-0123456789.")]  # no number
         if words and not flags:
             return [f"{words[0]!r} belongs to no flag"]
         known = [option for action in self._actions for option in action.option_strings]

@@ -111,6 +111,7 @@ class Saver:
         waits for      the other ranks, at most 6 s; a dead one is noticed earlier
         """
         if not self.finish(_MEET.total_seconds()):
+            _log.warning("no last state is saved: the one before is still being written")
             return False
         steps = torch.tensor([step, -step])
         try:
@@ -118,7 +119,10 @@ class Saver:
         except RuntimeError as error:  # gloo's word for a dead rank, and for one that does not come
             _log.info("no last state is saved: not all ranks can (%s)", error)
             return False
-        return step >= 0 and steps.tolist() == [step, -step]
+        if step < 0 or steps.tolist() != [step, -step]:
+            _log.warning("no last state is saved: the end came in the middle of a step")
+            return False
+        return True
 
     def has_saved(self, step: int) -> None:
         """The run has a whole state of this step; at its end somebody asks the board whether it is the last one. Not collective."""
