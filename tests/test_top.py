@@ -473,7 +473,7 @@ def test_it_waits_for_a_run_that_is_prepared_and_follows_the_next_one(run_dir: P
     with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", cwd=runs):
         terminal = Terminal(runs, NO_COLOR="1", cwd=runs)
         try:
-            terminal.read_until(b"one is being prepared: this waits for it (Ctrl+C ends it)")
+            terminal.read_until(b"one is being prepared: waits for it (Ctrl+C ends top)")
             show("first", age_s=7200)
         except BaseException:
             terminal.close()
@@ -492,7 +492,7 @@ def test_waiting_for_a_run_ends(tmp_path: Path, how: str) -> None:
     with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", cwd=tmp_path) as pid:
         terminal = Terminal(tmp_path, NO_COLOR="1", cwd=tmp_path)
         try:
-            terminal.read_until(b"this waits for it")
+            terminal.read_until(b"waits for it (Ctrl+C")
             if how == "ctrl-c":
                 terminal.popen.send_signal(signal.SIGINT)
             else:

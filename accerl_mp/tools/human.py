@@ -17,6 +17,7 @@ def play_by_hand(env: Env, *, number: int, seed: int, max_turns: int, ask: Calla
     start, observation, turns = time.monotonic(), env.reset(seed), []
     message = turn_message(observation)
     show(SYSTEM)
+    show(f"(at most {max_turns} turns; Ctrl+D leaves)")
     while not observation.done and len(turns) < max_turns:
         show(f"\n[{len(turns) + 1}/{max_turns}] {message}")
         try:

@@ -160,7 +160,7 @@ def problems_of(args: argparse.Namespace) -> list[str]:
     if args.num_layers < 1:
         found.append(f"--num-layers must be at least 1, got {args.num_layers}")
     if args.shrink and not (args.shrink / "config.json").is_file():
-        found.append(f"--shrink {args.shrink}: no config.json in it")
+        found.append(f"--shrink {args.shrink}: {'no config.json in it' if Path(args.shrink).is_dir() else 'no such folder'}")
     if args.from_gguf and not args.from_gguf.is_file():
         found.append(f"--from-gguf {args.from_gguf}: no such file")
     return found

@@ -26,7 +26,7 @@ from rich.live import Live as LiveDisplay
 
 from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.live import look, prepares_here
-from accerl_mp.tools.run_folder import NoRunError, RunFolder, find_run
+from accerl_mp.tools.run_folder import DEFAULT_RUNS, NoRunError, RunFolder, find_run
 from accerl_mp.tools.top_screen import Frame, Screen
 
 _LOOK_S = 0.5
@@ -86,13 +86,13 @@ def wait_for_run(folder: Path | None) -> RunFolder:
     while True:
         try:
             return RunFolder(find_run(folder))
-        except NoRunError as error:
+        except NoRunError:
             num_missed = 0 if prepares_here() else num_missed + 1
             if num_missed > is_said:  # a second look, once it waits: preparing may have ended between the two of the first
                 raise
             if not is_said:
-                what = str(error).partition("; ")[0].partition(" yet: ")[0]
-                print(f"{what}; one is being prepared: this waits for it (Ctrl+C ends it)", file=sys.stderr, flush=True)
+                where = folder or DEFAULT_RUNS
+                print(f"no run in {where} yet; one is being prepared: waits for it (Ctrl+C ends top)", file=sys.stderr, flush=True)
                 is_said = True
         time.sleep(_LOOK_S)
 

@@ -14,6 +14,8 @@ from accerl_mp.tools.live import Live, ProcessView
 
 WAITS = {"wait", "reply", "work", "ack", "idle", "evaluation"}
 """Phases of `Time/<role>/<phase>` in which a process does nothing itself."""
+_SHOWN = {"work": "no work"}
+"""Phases whose name alone could be taken for its opposite."""
 STATE_STYLES = {
     "running": "green",
     **dict.fromkeys(("starting", "stopping"), "yellow"),
@@ -269,7 +271,7 @@ def _shares(shares: Mapping[str, float], can_draw: bool) -> Text:
     """Busy part of the bar first, then each phase that counts."""
     busy = sum(share for phase, share in shares.items() if phase not in WAITS)
     largest = sorted(shares.items(), key=lambda item: -item[1])
-    text = "  ".join(f"{phase} {100 * share:.0f} %" for phase, share in largest if share >= 0.005)
+    text = "  ".join(f"{_SHOWN.get(phase, phase)} {100 * share:.0f} %" for phase, share in largest if share >= 0.005)
     return Text.assemble((bar(busy, 12, can_draw=can_draw), "magenta"), f" {text}")
 
 
