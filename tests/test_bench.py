@@ -149,12 +149,14 @@ def test_what_was_measured_before_the_end_to_end_script_was_ended_is_kept(
     assert "ended before it was done" in result["notes"][0]
 
 
-SIDE_BY_SIDE = [("startup", "rollout"), ("end_to_end", "engine_loop"), ("sync_modes", "weight_sync"), ("four_gpus", "engines")]
+SIDE_BY_SIDE = [("startup", "rollout"), ("end_to_end", "weight_sync")]
+SLOW = [("sync_modes", "engine_loop"), ("four_gpus", "engines")]
+"""One looks into a question, the other is for four GPUs: a change that breaks them shows in those above, nearly always."""
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", SIDE_BY_SIDE, ids="+".join)
+@pytest.mark.parametrize("names", [*SIDE_BY_SIDE, *(pytest.param(names, marks=pytest.mark.slow) for names in SLOW)], ids="+".join)
 def test_scripts_that_start_vllm_run(names: tuple[str, str], tmp_path: Path) -> None:
     """Two at a time: whether they run is the question, and while one waits for its vLLM the other has the core."""
     with ThreadPoolExecutor() as pool:
