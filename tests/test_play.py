@@ -500,6 +500,12 @@ def test_a_process_that_vllm_has_just_spawned_does_not_outlive_a_killed_play(gam
             process.kill()
 
 
+def test_a_greedy_episode_counts_once_and_sampled_ones_each() -> None:
+    records = [{"path": path, "turns": [{"reply": reply}], "seed_of": seed} for seed, path, reply in ("1ax", "1bx", "2ax", "2by")]
+    assert evaluate.distinct(0.0, records) == [records[0], records[1], records[3]]
+    assert evaluate.distinct(1.0, records) == records
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(820)
@@ -511,7 +517,7 @@ def test_evaluate_compares_models_and_repeats_itself(games_dir: Path, tmp_path: 
     results = json.loads((tmp_path / "out.json").read_text())["results"]
     assert [result["temperature"] for result in results] == [0.0, 1.0, 0.0, 1.0]
     assert {result["max_episode_steps"] for result in results} == {4}
-    assert [result["all"]["episodes"] for result in results] == [6] * 4
+    assert [result["all"]["episodes"] for result in results] == [3, 6, 3, 6], "a greedy episode repeats, and counts once"
     # The same model, games and seeds: the greedy rows agree, and so do the two seeds within them.
     assert results[0]["all"] == results[2]["all"]
     assert results[0]["by_seed"]["1"] == results[0]["by_seed"]["2"]

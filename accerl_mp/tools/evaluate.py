@@ -134,6 +134,16 @@ def play_policy(
         return asyncio.run(play())
 
 
+def distinct(temperature: float, records: list[Record]) -> list[Record]:
+    """At temperature 0 a game's episode repeats with every seed: it counts once, else an interval would narrow without anything learned."""
+    if temperature > 0:
+        return records
+    first: dict[tuple[str, str], Record] = {}
+    for record in records:
+        first.setdefault((record["path"], json.dumps(record["turns"])), record)
+    return list(first.values())
+
+
 def kind_and_length(record: Record) -> str:
     """A row of the second table."""
     try:
@@ -145,6 +155,7 @@ def kind_and_length(record: Record) -> str:
 
 def show(columns: dict[Column, list[Record]], terminal: Terminal) -> None:
     """One row a model and temperature; then win rates by kind and length of game, a column each."""
+    columns = {column: distinct(column.temperature, records) for column, records in columns.items()}
     numbers = [f"({number})" for number in range(1, len(columns) + 1)]
     played = zip(numbers, columns.items(), strict=True)
     is_unequal = len({column.max_turns for column in columns}) > 1
@@ -167,8 +178,10 @@ def save(columns: dict[Column, list[Record]], broken: list[Record], args: argpar
             "run": str(column.policy.run_dir or ""),
             "temperature": column.temperature,
             "max_episode_steps": column.max_turns,
-            "all": scores.as_json(records),
-            "by_kind_and_length": {kind: scores.as_json(part) for kind, part in scores.grouped(records, kind_and_length).items()},
+            "all": scores.as_json(distinct(column.temperature, records)),
+            "by_kind_and_length": {
+                kind: scores.as_json(part) for kind, part in scores.grouped(distinct(column.temperature, records), kind_and_length).items()
+            },
             "by_seed": {seed: scores.as_json(part) for seed, part in scores.grouped(records, lambda record: record["seed_of"]).items()},
             "episodes": [{name: value for name, value in record.items() if name not in ("turns", "system")} for record in records],
         }
