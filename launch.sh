@@ -291,7 +291,7 @@ main() {
         exec "$python" -m accerl_mp.launcher.prepare --help
     fi
     set_up
-    if [ -n "$setup_only" ]; then say "the set-up is complete" && exit 0; fi
+    [ -n "$setup_only" ] && exit 0
     [ -n "$versions" ] && exec "$python" -m accerl_mp.launcher.versions
     train "$@"
 }
