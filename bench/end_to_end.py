@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--preset", type=Path, help="flags of the runs (default: the demo's, without its evaluations)")
     parser.add_argument("--flags", default="", help="more of them, in one word")
     parser.add_argument("--read", nargs=2, metavar="DIR", help="start no runs for the two modes: read these runs' folders")
+    parser.add_argument("--only-tables", action="store_true", help="leave out the two modes")
     parser.add_argument("--skip", type=int, default=1, help="rounds that do not count for the rates")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest that a run may take")
     parser.add_argument("--workers", type=int, nargs="*", default=[2, 4, 8], help="rollout processes, for the scaling table")
@@ -154,7 +155,8 @@ def main() -> None:
 
 
 def measure_all(result: Result, args: argparse.Namespace) -> None:
-    compare_modes(result, args)
+    if not args.only_tables:
+        compare_modes(result, args)
     scale(result, "rollout_workers", args.workers, lambda number: ("--num-rollout-workers", str(number)), args)
     scale(result, "samples_per_step_and_rank", args.samples, lambda number: ("--batch-size", str(number)), args)
     with tempfile.TemporaryDirectory() as temporary:
