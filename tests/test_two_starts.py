@@ -240,3 +240,13 @@ def test_preparing_for_a_folder_that_another_has_is_refused_and_touches_nothing(
     assert said.count("--log-dir") == 1, "and not how to go on with it"
     assert contents(paths.run_dir) == before
     assert not (tmp_path / "answer").exists()
+
+
+def test_a_folder_belongs_to_a_prepare_whose_launch_sh_was_killed(tmp_path: Path) -> None:
+    """It is past its own look, and would write over the settings of whoever came in."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    own = claims._process(os.getpid())
+    for noted, is_taken in ((own, True), ((gone.pid, 1), False), (None, False)):
+        RunPaths(tmp_path).claim.write_text(json.dumps({"launch": (gone.pid, 1), "prepare": noted}))
+        assert bool(taken_by_another(RunPaths(tmp_path))) == is_taken
