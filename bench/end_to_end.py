@@ -67,18 +67,20 @@ def _wins(run: Run) -> list[tuple[float, float]]:
 
 def compare_modes(result: Result, args: argparse.Namespace) -> None:
     sides = {"asynchronous": (), "synchronous": ("--synchronous",)}
+    folders = dict(zip(sides, (iter(args.read[::2]), iter(args.read[1::2])), strict=True)) if args.read else {}
 
     def run(side: str) -> dict[str, Any]:
+        if folders:
+            folder = Path(next(folders[side]))
+            result.note(f"{side}: {(folder / 'command.txt').read_text().strip()}")
+            return summary(args, Run(folder, 0.0, 0.0))
         options = {} if side == "synchronous" else {"result": result, "mode": side}
-        if args.read:
-            return summary(args, Run(Path(args.read[list(sides).index(side)]), 0.0, 0.0), **options)
         return measure(args, *sides[side], **options)
 
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     try:
-        alternate(
-            {side: lambda side=side: runs[side].append(run(side)) for side in sides}, repeats=1 if args.read else args.repeats, warmup=0
-        )
+        repeats = len(args.read) // 2 if args.read else args.repeats
+        alternate({side: lambda side=side: runs[side].append(run(side)) for side in sides}, repeats=repeats, warmup=0)
     finally:
         report_modes(result, {side: values[: min(map(len, runs.values()))] for side, values in runs.items()})
 
@@ -134,7 +136,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
     parser.add_argument("--preset", type=Path, help="flags of the runs (default: the demo's, without its evaluations)")
     parser.add_argument("--flags", default="", help="more of them, in one word")
-    parser.add_argument("--read", nargs=2, metavar="DIR", help="start no runs for the two modes: read these runs' folders")
+    parser.add_argument("--read", nargs="+", metavar="DIR", help="start no runs for the two modes: asynchronous, synchronous, ... by turns")
     parser.add_argument("--only-tables", action="store_true", help="leave out the two modes")
     parser.add_argument("--skip", type=int, default=1, help="rounds that do not count for the rates")
     parser.add_argument("--limit-s", type=float, default=900.0, help="longest that a run may take")
@@ -142,6 +144,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="*", default=[8, 16, 32], help="most samples of a step and rank, likewise")
     parser.add_argument("--models", nargs="*", default=["demo", "4m"], help="models, likewise: demo, 4m, 25m, 0.75b or a folder")
     args = parse(parser)
+    if args.read and len(args.read) % 2:
+        parser.error(f"--read {' '.join(args.read)}: {len(args.read)} folders make no pairs")
     if args.quick:
         args.steps, args.repeats, args.workers, args.samples, args.models = 3, 1, [], [], []
     result = Result("end_to_end", args)
