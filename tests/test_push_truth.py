@@ -27,7 +27,7 @@ from accerl_mp.weight_sync import sender
 from accerl_mp.weight_sync.buckets import BucketSender
 from accerl_mp.weight_sync.layout import checksum, plan_layout
 from accerl_mp.weight_sync.protocol import SyncError, WrongWeights
-from accerl_mp.weight_sync.truth import compare_logprobs, compare_sums
+from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, relative_distance
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -51,12 +51,39 @@ def test_checksums_name_worker_and_tensor(arrived: dict[str, str], problem: str 
         compare_sums(3, {"weight": "1", "buffer": "2"}, answers)
 
 
-@pytest.mark.parametrize("off", [0.02, float("nan")])
+@pytest.mark.parametrize("off", [0.02, float("nan"), -float("inf")])
 def test_the_probe_names_the_process(off: float) -> None:
     expected = np.zeros(8)
     compare_logprobs(3, expected, [{"logprobs": [1e-5] * 8}], 1e-3)
     with pytest.raises(WrongWeights, match="push 3: the probe of inference/1 is off"):
-        compare_logprobs(3, expected, [{"logprobs": [1e-5] * 8}, {"logprobs": [off] * 8}], 1e-3)
+        compare_logprobs(3, expected, [{"logprobs": [1e-5] * 8}, {"logprobs": [0.0, off, *[0.0] * 6]}], 1e-3)
+
+
+@pytest.mark.parametrize("sharpness", [0.2, 1.0, 4.0])
+def test_the_probe_knows_noise_from_wrong_weights(sharpness: float) -> None:
+    """However sharp the model, and though one token is nats off: seen on a GPU, where it ended a run whose weights were right."""
+    rng = np.random.default_rng(1)
+    expected = np.concatenate([[0.0], rng.normal(-14, 2.8, 255)])
+    noise = rng.normal(0, 0.1, 256)
+    noise[77] = 7.1
+
+    def answers(errors: np.ndarray) -> list[dict[str, object]]:
+        return [{"logprobs": (sharpness * (expected + errors)).tolist()}]
+
+    compare_logprobs(1, sharpness * expected, answers(noise), PROBE_BOUNDS[torch.bfloat16])
+    with pytest.raises(WrongWeights, match="of their spread"):
+        compare_logprobs(1, sharpness * expected, answers(4 * noise), PROBE_BOUNDS[torch.bfloat16])
+
+
+@pytest.mark.parametrize("bound", [4e-4, 0.08])
+def test_the_distance_of_a_probe_is_the_mean_in_units_of_the_spread(bound: float) -> None:
+    rng = np.random.default_rng(2)
+    expected = rng.normal(-9, 2, 50)
+    got = expected + rng.normal(0, bound, 50)
+    assert relative_distance(got, expected, bound) == pytest.approx(np.abs(got - expected).mean() / expected.std(), rel=1e-9)
+    got[3] += 100.0
+    assert relative_distance(got, expected, bound) < np.abs(np.delete(got - expected, 3)).mean() / expected.std() + bound / 4
+    assert relative_distance(got[[3, 1]], expected[[3, 1]], bound) > 4 * bound, "half of all tokens"
 
 
 def test_a_buffer_is_sent_and_summed() -> None:
