@@ -888,3 +888,35 @@ def test_thousands_of_records_a_second_fit_in_one_thread(tmp_path: Path) -> None
 def test_the_role_imports_neither_torch_nor_tensorflow() -> None:
     code = "import sys, accerl_mp.stats.__main__; print(*({'torch', 'transformers', 'tensorflow', 'pandas'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+
+
+@pytest.mark.parametrize(("won", "hint"), [(False, "easier games"), (True, "harder games")])
+def test_a_round_that_does_not_end_for_want_of_signal_is_said(tmp_path: Path, won: bool, hint: str) -> None:
+    """A model that never wins, or always: all groups are left out, and nothing else would be said for --replay-sample-timeout-seconds."""
+    lines: list[str] = []
+    collector, files = collector_in(tmp_path, lines, rl_algorithm="grpo")
+    for second in range(1, 260):
+        groups = {"Ingest/ZeroStdGroups": (2, 1, 2), "Ingest/SampleGroups": (0, 1, 0)}
+        collector.take(values("ingest/0", values=groups), second)
+        collector.take({"kind": "episode", "source": "rollout/0", "episode": episode(second, won=won)}, second)
+        collector.speak_up(second)
+    assert [line.partition(":")[0] + line[11:16] for line in lines] == ["no step for 1 1:00", "no step for 2 2:00", "no step for 4 4:00"]
+    assert "120 of 120 groups ended alike and teach nothing (win " in lines[0]
+    assert hint in lines[0]
+    collector.take(round_record(1, 1), 260.0)
+    collector.close_due(261.0)
+    collector.speak_up(300.0)
+    assert len(lines) == 4, "the next round begins anew"
+    files.close()
+
+
+@pytest.mark.parametrize("flags", [{"keep_zero_std_groups": True}, {"rl_algorithm": "ppo"}, {}])
+def test_a_long_round_that_has_signal_is_not_spoken_of(tmp_path: Path, flags: dict[str, Any]) -> None:
+    lines: list[str] = []
+    collector, files = collector_in(tmp_path, lines, **({"rl_algorithm": "grpo"} | flags))
+    alike = 1 if not flags else 2
+    for second in range(1, 200):
+        collector.take(values("ingest/0", values={"Ingest/ZeroStdGroups": (alike, 1, alike), "Ingest/SampleGroups": (1, 1, 1)}), second)
+        collector.speak_up(second)
+    files.close()
+    assert lines == []

@@ -64,6 +64,7 @@ def collect(process: Process, receiver: MetricsReceiver, collector: Collector) -
         if process.board.get("policy_version") >= 0:
             collector.start_clock(time.monotonic())
         collector.close_due(time.monotonic())
+        collector.speak_up(time.monotonic())
         due_s = collector.seconds_to_next(time.monotonic())
         with process.health.waiting("metric records", timeout_s=0) as wait:
             wait.check()

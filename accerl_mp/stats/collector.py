@@ -8,6 +8,7 @@ from typing import Any
 
 from accerl_mp.config import Config
 from accerl_mp.stats.bottleneck import FREE_CORES, ROUND_SECONDS, Doctor
+from accerl_mp.stats.signal import SignalWatch
 from accerl_mp.stats.status import Status
 from accerl_mp.stats.tags import TAGS, X_AXES, lookup
 from accerl_mp.stats.window_file import WindowFile
@@ -47,7 +48,7 @@ class Collector:
         metrics = config.metrics
         self._config, self._files, self._status = config, files, status
         self._say, self._num_restarts, self._free_cores = say, num_restarts, free_cores
-        self._doctor = Doctor(config)
+        self._doctor, self._signal = Doctor(config), SignalWatch(config)
         self._window = EpisodeWindow(metrics.metrics_window_size, metrics.metrics_active_timeout_seconds)
         self._window_file = WindowFile(files.run_dir)
         self._window_file.load_into(self._window)
@@ -67,6 +68,7 @@ class Collector:
             self._round_started_s = now_s
             self._sums.begin()
             self._free_cores()
+            self._signal.begin(now_s)
 
     def take(self, record: Record, now_s: float) -> None:
         """One record off the socket."""
@@ -95,6 +97,11 @@ class Collector:
         if self._open_round is not None and (force or now_s >= self._close_at_s):
             self._close(self._open_round, now_s)
 
+    def speak_up(self, now_s: float) -> None:
+        """Of a round that does not end for want of signal."""
+        if self._round_started_s is not None and self._open_round is None and self._signal.is_due(now_s):
+            self._say(self._signal.line(now_s, self._window.values(now_s).get("TextWorld/WinRate", 0.0)))
+
     def finish(self, now_s: float) -> None:
         """At the end: the open round, and what the trainer has sent since (of the last push)."""
         self.close_due(now_s, force=True)
@@ -120,11 +127,13 @@ class Collector:
     def _add(self, values: Mapping[str, Any], source: str, now_s: float) -> None:
         self._warn_of_undeclared(values)
         self._sums.add_all(values, source, now_s)
+        self._signal.add(values)
 
     def _close(self, record: Record, now_s: float) -> None:
         closed_s = self._close_at_s - SETTLE_S
         round_s = closed_s - self._round_started_s if self._round_started_s is not None else 0.0
         self._open_round, self._round_started_s = None, closed_s
+        self._signal.begin(closed_s)
         values = self._values(now_s, round_s) | {"Stats/Restarts": float(self._num_restarts())}
         if (free := self._free_cores()) is not None:
             values[FREE_CORES] = free
