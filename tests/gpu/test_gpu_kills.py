@@ -17,7 +17,7 @@ from tests.live_run import ROOT, LiveRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(580)]
 
-STEPS = 7
+STEPS = 20
 FLAGS = f"""
 --num-rollout-workers 4 --rollout-batch-size 8 --rl-algorithm grpo --keep-zero-std-groups
 --tw-max-episode-steps 6 --tw-history-token-window 1536 --max-length 1536
@@ -76,6 +76,7 @@ def test_a_run_goes_on_when_a_trainer_rank_is_killed_in_a_push(run: LiveRun) -> 
     run.wait_for(lambda: run.runs("inference/0"), "vLLM to run", 400)
     run.wait_training(1)
     old_rank = run.row("trainer/0").pid
+    run.wait_for(lambda: "saved the state" in run.log("trainer"), "a state to go on from", 120)
     broken = kill_in_a_push(run, KILLED_AFTER, old_rank)
     run.wait_for(lambda: restarted(run, old_rank), "the whole run to start again", 400)
     rounds = ended_well(run)
