@@ -164,7 +164,9 @@ def measure_all(result: Result, args: argparse.Namespace) -> None:
     scale(result, "rollout_workers", args.workers, lambda number: ("--num-rollout-workers", str(number)), args)
     scale(result, "samples_per_step_and_rank", args.samples, lambda number: ("--batch-size", str(number)), args)
     with tempfile.TemporaryDirectory() as temporary:
-        scale(result, "model", args.models, lambda name: ("--model-path", str(model_folder(name, Path(temporary)))), args)
+        # Random weights win nothing: a group without signal must train too, or there is never a step.
+        flags = ("--keep-zero-std-groups", "--model-path")
+        scale(result, "model", args.models, lambda name: (*flags, str(model_folder(name, Path(temporary)))), args)
 
 
 if __name__ == "__main__":
