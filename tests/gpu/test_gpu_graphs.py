@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.common import python_path
+
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -30,7 +32,7 @@ def test_logprobs_under_load_are_those_of_each_request_alone(tmp_path: Path) -> 
         "2048",
     ]
     command += ["--seconds", "2", "--repeats", "1", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=390)
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": python_path()}, capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(out.read_text())
     assert [target for target in result["targets"] if not target["met"]] == []

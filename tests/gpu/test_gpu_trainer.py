@@ -67,9 +67,9 @@ def _gpu_rank(rank: int, size: int) -> Iterator[Ranks]:
         ranks.leave()
 
 
-def _trained_on_one_gpu(config: Config) -> dict[str, Any]:
+def _trained_on_one_gpu(config: Config, num_steps: int = len(STEP_SEEDS)) -> dict[str, Any]:
     with _gpu_rank(0, 1) as ranks:
-        return _train(ranks, config, _steps())
+        return _train(ranks, config, _steps()[:num_steps])
 
 
 def _trained_on_cpu(folder: Path, **options: Any) -> dict[str, Any]:
@@ -172,24 +172,25 @@ def test_numbers_are_those_of_their_place_and_wait_for_nothing_later() -> None:
 
 @pytest.mark.parametrize("compile_choice", ["off", "on"])
 def test_own_copies_train_as_fsdp2_does(compile_choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same forward and first gradient, up to what adding in any order leaves; a pack's gradient that is left out is far beyond that.
+    """The same forward, gradient and update, up to what adding in any order leaves; a pack's gradient that is left out is far beyond that.
 
-    Later steps drift: one last bit in a hundred of the gradients moves this model's norms by 2 % in the second step, 4 % in the third.
+    One step: three drift. One last bit in a hundred of the gradients moves logprobs by 2e-7 after the first update, which itself moves
+    them by 0.05, and by 0.025 after the third.
     """
     tiny.save_tiny(tmp_path, **SIZES)
     config = _config(tmp_path, compile=compile_choice)
-    own = _trained_on_one_gpu(config)
+    own = _trained_on_one_gpu(config, 1)
     with monkeypatch.context() as patch:
         patch.setattr(copies, "add_up", lambda sums, parts, **how: gradient_sums.add_up(sums, [part[:-1] for part in parts], **how))
-        lacking = _trained_on_one_gpu(config)
+        lacking = _trained_on_one_gpu(config, 1)
     monkeypatch.setattr(fsdp, "is_held_whole", lambda *_: False)
-    expected = _trained_on_one_gpu(config)
+    expected = _trained_on_one_gpu(config, 1)
     assert torch.equal(own["before"], expected["before"])
-    assert own["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-5)
-    assert own["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-3)
-    assert own["norms"] == pytest.approx(expected["norms"], rel=0.1)
-    assert lacking["norms"][0] != pytest.approx(expected["norms"][0], rel=1e-1)
-    assert (own["after"] - expected["after"]).abs().mean() < 0.02
+    assert own["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert own["norms"] == pytest.approx(expected["norms"], rel=1e-3)
+    assert lacking["norms"] != pytest.approx(expected["norms"], rel=1e-1)
+    moved = (expected["after"] - expected["before"]).abs().mean()
+    assert (own["after"] - expected["after"]).abs().mean() < 0.1 * moved
 
 
 def test_a_step_without_a_finite_gradient_changes_nothing(tmp_path: Path) -> None:
