@@ -106,19 +106,27 @@ def report_modes(result: Result, runs: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def scale(result: Result, what: str, values: list[Any], flags: Any, args: argparse.Namespace) -> None:
-    """One row a value, all other things as in the demo. A run that fails is a note: what the others measured stays."""
+    """One row a value, all other things as in the demo; their runs alternate. One that fails is a note: what others measured stays."""
+    runs: dict[Any, list[dict[str, Any]]] = {value: [] for value in values}
+    try:
+        for repeat in range(args.repeats):
+            for value in values if repeat % 2 == 0 else reversed(values):
+                try:
+                    runs[value].append(measure(args, *flags(value)))
+                except RuntimeError as error:
+                    result.note(f"{what} {value}: no figure, {' '.join(str(error).split())[-300:]}")
+    finally:
+        report_table(result, what, {value: rows for value, rows in runs.items() if rows})
+
+
+def report_table(result: Result, what: str, runs: dict[Any, list[dict[str, Any]]]) -> None:
     rates = {}
-    for value in values:
-        try:
-            run = measure(args, *flags(value))
-        except RuntimeError as error:
-            result.note(f"{what} {value}: no figure, {' '.join(str(error).split())[-300:]}")
-            continue
-        rates[value] = result.add("trained samples", run["samples_per_s"], "samples/s", "higher", **{what: value})
-        result.add("trained tokens", run["tokens_per_s"], "tokens/s", "higher", **{what: value})
+    for value, rows in runs.items():
+        rates[value] = result.add("trained samples", [row["samples_per_s"] for row in rows], "samples/s", "higher", **{what: value})
+        result.add("trained tokens", [row["tokens_per_s"] for row in rows], "tokens/s", "higher", **{what: value})
         for tag in ("Time/trainer/wait", "Time/rollout/reply", "Time/rollout/work"):
-            if tag in run["shares"]:
-                result.add(tag, 100 * run["shares"][tag], "% of wall time", **{what: value})
+            if tag in rows[0]["shares"]:
+                result.add(tag, [100 * row["shares"].get(tag, 0.0) for row in rows], "% of wall time", **{what: value})
     if len(rates) > 1:
         result.note(f"{what}: {knee(list(rates), list(rates.values()))}")
 

@@ -92,20 +92,37 @@ def test_a_plot_of_many_points_is_as_coarse_as_it_must_be(tmp_path: Path) -> Non
 
 
 def test_a_run_that_fails_costs_one_row_of_a_scaling_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others have taken minutes: what they measured is kept, and the knee is among them."""
+    """The others have taken minutes: what they measured is kept, and the knee is among them. Rows alternate: a machine drifts."""
+    order = []
 
     def measure(_: object, value: int) -> dict[str, Any]:
+        order.append(value)
         if value == 1:
             raise RuntimeError("launch.sh ended with exit code 2:\n- --num-rollout-workers 1 is too few")
-        return {"samples_per_s": min(value, 4), "tokens_per_s": 1.0, "shares": {}}
+        return {"samples_per_s": min(value, 4) / (1 if len(order) <= 4 else 2), "tokens_per_s": 1.0, "shares": {}}
 
     monkeypatch.setattr(end_to_end, "measure", measure)
     result = common.Result("end_to_end", argparse.Namespace())
-    end_to_end.scale(result, "workers", [1, 2, 4, 8], lambda value: (value,), argparse.Namespace())
+    end_to_end.scale(result, "workers", [1, 2, 4, 8], lambda value: (value,), argparse.Namespace(repeats=2))
+    assert order == [1, 2, 4, 8, 8, 4, 2, 1]
     content = {"measures": result._measures}
-    assert [one["labels"]["workers"] for one in named(content, "trained samples")] == [2, 4, 8]
-    assert "--num-rollout-workers 1 is too few" in result._notes[0]
-    assert "the knee is at 4" in result._notes[1]
+    rows = {one["labels"]["workers"]: one["median"] for one in named(content, "trained samples")}
+    assert rows == {2: 1.5, 4: 3.0, 8: 3.0}
+    assert [note for note in result._notes[:2] if "--num-rollout-workers 1 is too few" not in note] == []
+    assert "the knee is at 4" in result._notes[2]
+
+
+def test_rows_of_a_scaling_table_that_is_ended_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(_: object, value: int) -> dict[str, Any]:
+        if value == 4:
+            raise SystemExit(143)
+        return {"samples_per_s": value, "tokens_per_s": 1.0, "shares": {}}
+
+    monkeypatch.setattr(end_to_end, "measure", measure)
+    result = common.Result("end_to_end", argparse.Namespace())
+    with pytest.raises(SystemExit):
+        end_to_end.scale(result, "workers", [1, 2, 4], lambda value: (value,), argparse.Namespace(repeats=2))
+    assert [one["labels"]["workers"] for one in named({"measures": result._measures}, "trained samples")] == [1, 2]
 
 
 @pytest.mark.slow
