@@ -8,7 +8,7 @@ from typing import Any
 
 from accerl_mp.config import Config
 from accerl_mp.stats.bottleneck import FREE_CORES, ROUND_SECONDS, Doctor
-from accerl_mp.stats.signal import SignalWatch
+from accerl_mp.stats.no_signal import SignalWatch
 from accerl_mp.stats.status import Status
 from accerl_mp.stats.tags import TAGS, X_AXES, lookup
 from accerl_mp.stats.window_file import WindowFile
