@@ -10,7 +10,7 @@ import difflib
 import re
 import shlex
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -73,8 +73,8 @@ def read(argv: list[str], *, environ: Mapping[str, str], base: Config | None = N
     words, of_files = _expanded(argv, environ)
     values, unknown = build_parser(problems).parse_known_args(words)
     bad = {problem.split()[0] for problem in problems}
-    if unknown:
-        problems += [_unknown(word) for word in unknown if word.startswith("-")] or [f"{unknown[0]!r} belongs to no flag"]
+    known = [option_of(field.name) for group in GROUPS.values() for field in dataclasses.fields(group)]
+    problems += belong_to_no_flag(unknown, known, f"{PROGRAM} --help")
     if of_files:
         raise ConfigError(of_files + [problem for problem in problems if "$" not in problem])  # it says what the variable lacks
     return (base or Config()).replace(**{name: value for name, value in vars(values).items() if option_of(name) not in bad}), problems
@@ -86,10 +86,30 @@ def without_those_of(problems: list[str], found: list[str]) -> list[str]:
     return [problem for problem in found if not named & set(_FLAG.findall(problem))]
 
 
-def _unknown(word: str) -> str:
-    flag = word.split("=", 1)[0]
-    near = difflib.get_close_matches(flag, [option_of(f.name) for group in GROUPS.values() for f in dataclasses.fields(group)], n=1)
-    return f"{flag}: no such flag" + (f"; did you mean {near[0]}?" if near else "; bash launch.sh --help lists them")
+def belong_to_no_flag(words: list[str], known: Sequence[str], listed_by: str) -> list[str]:
+    """A sentence for each of the words that argparse has left over; what stands behind an unknown flag is its value, a number is no flag.
+
+    Example: `["--sead", "-1", "x"]` are `--sead: no such flag; did you mean --seed?` and `'x' belongs to no flag`.
+    """
+    found, is_value = [], False
+    for word in words:
+        if _is_flag(word):
+            flag, equals, _ = word.partition("=")
+            near = difflib.get_close_matches(flag, known, n=1)
+            found.append(f"{flag}: no such flag; " + (f"did you mean {near[0]}?" if near else f"{listed_by} lists them"))
+            is_value = not equals
+        else:
+            found += [] if is_value else [f"{word!r} belongs to no flag"]
+            is_value = False
+    return found
+
+
+def _is_flag(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return word.startswith("-") and bool(word.strip("-"))
+    return False
 
 
 def expand(argv: list[str], *, environ: Mapping[str, str]) -> list[str]:

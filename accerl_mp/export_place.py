@@ -120,3 +120,8 @@ def _place_of(path: Path, folder: Path) -> str:
 def _real(path: Path | str) -> Path:
     """Without links; a loop of them is left as it is."""
     return Path(os.path.realpath(path))
+
+
+def snapshot_folder(out: Path, step: int) -> Path:
+    """Of `tools.sft`'s --save-steps: beside `--out`, not in it, as the last save replaces the whole folder."""
+    return out.with_name(f"{out.name}-step-{step}")

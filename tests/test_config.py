@@ -437,6 +437,18 @@ def test_all_bad_values_and_unknown_flags_come_at_once() -> None:
     ]
 
 
+def test_a_value_behind_an_unknown_flag_and_a_negative_number_are_no_flags() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(["--sead", "-1", "stray", "--max-step=5", "-2.5", "--foo", "3", "--seed", "1"], environ={})
+    assert error.value.problems == [
+        "--sead: no such flag; did you mean --seed?",
+        "'stray' belongs to no flag",
+        "--max-step: no such flag; did you mean --max-steps?",
+        "'-2.5' belongs to no flag",
+        "--foo: no such flag; bash launch.sh --help lists them",
+    ]
+
+
 def test_flags_that_other_flags_leave_idle_are_said(folders: dict[str, Any]) -> None:
     typed = Config.from_flat(folders | {"rl_algorithm": "ppo", "grpo_group_size": 4, "kv_on_sync": "recompute", "sync_mode": "drain"})
     said = checks.warnings(resolve(typed, num_gpus=0, log_dir="unused"), typed)

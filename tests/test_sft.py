@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accerl_mp.tools import sft
+from accerl_mp.tools import sft, supervised
 from accerl_mp.tools.chat import load_chat
 from accerl_mp.tools.warm_start import REPLY, UNTRAINED, PairExamples
 
@@ -26,8 +26,8 @@ def _losses(output: str) -> list[float]:
 def test_only_the_answer_is_trained(max_length: int) -> None:
     """Its tokens and the one that ends the turn; where the question leaves no room for it, the last token that is left."""
     tokenizer, chat = load_chat(DEMO)
-    examples = PairExamples(sft.PAIRS, tokenizer, chat, max_length=max_length)
-    for index, (_, answer) in enumerate(sft.PAIRS):
+    examples = PairExamples(supervised.PAIRS, tokenizer, chat, max_length=max_length)
+    for index, (_, answer) in enumerate(supervised.PAIRS):
         example = examples.build(index, random.Random(0))
         trained = [token for token, role in zip(example.ids, example.roles, strict=True) if role == REPLY]
         assert set(example.roles) == {REPLY, UNTRAINED}
@@ -43,7 +43,7 @@ def test_what_is_not_trained_has_no_gradient() -> None:
     """Of the loss that the chat pairs train on, with respect to the losses of single tokens: the mean over reply tokens."""
     losses = torch.ones(2, 4, requires_grad=True)
     roles = torch.tensor([[UNTRAINED, UNTRAINED, REPLY, REPLY], [UNTRAINED, REPLY, UNTRAINED, UNTRAINED]])
-    sft.weighted_loss(losses, roles, prompt_weight=0.1, mistake_weight=0.0).backward()
+    supervised.weighted_loss(losses, roles, prompt_weight=0.1, mistake_weight=0.0).backward()
     torch.testing.assert_close(losses.grad, (roles == REPLY).float() / 3)
 
 
@@ -94,9 +94,9 @@ def test_every_flag_of_the_references_local_trainer() -> None:
     flags += " --learning-rate 1e-4 --weight-decay 0.1 --grad-accum-steps 2 --dataset-repeat 1 --log-every 2 --seed 3"
     flags += " --trust-remote-code --gradient-checkpointing --use-fsdp --fsdp-world-size 2 --fsdp-master-addr 127.0.0.1"
     flags += " --fsdp-master-port 29511"
-    args = sft.parse_args(flags.split())
+    args = sft.build_parser().parse_args(flags.split())
     assert (args.dataset_repeat, args.fsdp_master_port, args.gradient_checkpointing) == (1, 29511, True)
-    defaults = sft.parse_args(["--model-path", "m"])
+    defaults = sft.build_parser().parse_args(["--model-path", "m"])
     assert (defaults.train_mode, defaults.max_length, defaults.batch_size, defaults.max_steps) == ("lm_head", 128, 2, 1000)
     assert (defaults.learning_rate, defaults.weight_decay, defaults.grad_accum_steps, defaults.seed) == (1e-5, 0.0, 2, 42)
 

@@ -36,6 +36,7 @@ from accerl_mp.tools import (
     processes,
     report,
     sft,
+    supervised,
     top,
     walks,
 )
@@ -181,7 +182,83 @@ def test_a_tool_that_is_called_during_the_set_up_says_so(tool: str) -> None:
     command = [sys.executable, "-S", "-m", f"accerl_mp.tools.{tool}", "--help"]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-    assert "this environment is not complete yet (numpy and 9 more missing): bash launch.sh is setting it up" in done.stderr
+    num_more = 2 if tool in ("top", "report") else 9
+    assert f"this environment is not complete (numpy and {num_more} more missing): bash launch.sh is setting it up" in done.stderr
+
+
+@pytest.mark.parametrize("words", ["top RUN --once", "report RUN --out report.html"])
+def test_what_reads_a_run_needs_no_whole_environment(words: str, tmp_path: Path) -> None:
+    """As on a computer to which somebody has copied a run."""
+    root = Path(__file__).parent.parent
+    program = """
+import importlib.machinery, runpy, sys
+HIDDEN = ("zmq", "tokenizers", "transformers", "torch", "textworld", "tensorboard", "vllm")
+find = importlib.machinery.PathFinder.find_spec
+def find_others(name, *rest):
+    return None if name.partition(".")[0] in HIDDEN else find(name, *rest)
+importlib.machinery.PathFinder.find_spec = find_others
+name = sys.argv[1]
+sys.argv = [name, *sys.argv[2:]]
+runpy.run_module("accerl_mp.tools." + name, run_name="__main__", alter_sys=True)
+"""
+    command = [sys.executable, "-c", program, *words.replace("RUN", str(root / "tests/finished_run")).split()]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "not complete" not in done.stderr
+
+
+REFUSED = [
+    "tools.play --bogus",
+    "tools.play --model-path MODEL --game-dir none",
+    "tools.play --model-path MODEL --game-dir MODEL --game-pattern *.json --seed -1",
+    "tools.evaluate MODEL --eval-game-dir none",
+    "tools.evaluate none --seeds x",
+    "tools.sft --bogus",
+    "tools.sft --model-path MODEL --walks none",
+    "tools.sft --model-path MODEL --device quantum:0",
+    "tools.make_model --bogus",
+    "tools.make_model --shrink none --out new",
+    "tools.make_model --tiny --out new",
+    "tools.make_demo_model --bogus",
+    "tools.make_games --check none",
+    "tools.walks --games none --out new",
+    "launcher.prepare --answer answer -- --model-path MODEL --tw-game-dir none",
+    "launcher.prepare --answer answer -- --model-path MODEL --tw-game-dir games --bogus",
+    "launcher.prepare --answer answer -- --model-path MODEL --tw-game-dir games --max-steps five",
+    "launcher.prepare --answer answer -- --model-path MODEL --tw-game-dir games --infer-top-p 0.9",
+    "launcher.prepare --answer answer -- --model-path MODEL --tw-game-dir games --resume none",
+    "launcher.prepare --answer answer -- --model-path MODEL --tw-game-dir games --env no_such_task:Env",
+]
+
+
+def test_what_numbers_names_and_files_tell_is_refused_without_torch(tmp_path: Path) -> None:
+    """Its import takes seconds, on busy cores half a minute."""
+    program = """
+import json, os, runpy, sys
+import numpy, rich.progress, textworld  # once for all
+torch = {"torch", "transformers", "vllm"}
+for line in json.load(sys.stdin):
+    if not os.fork():
+        name, *words = line.split()
+        sys.argv = ["accerl_mp." + name, *words]
+        try:
+            runpy.run_module("accerl_mp." + name, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            print(json.dumps([line, end.code, sorted(torch & set(sys.modules))]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    (tmp_path / "games").mkdir()
+    for ending in (".z8", ".json"):
+        (tmp_path / "games/a").with_suffix(ending).touch()
+    (tmp_path / "MODEL").symlink_to(DEMO_MODEL)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, input=json.dumps(REFUSED), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[line, 2, []] for line in REFUSED], done.stderr
 
 
 def test_a_tool_says_all_that_is_wrong_with_its_flags_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,8 +312,8 @@ def test_batches_depend_on_the_seed_alone(walk_list: list[walks.Walk], model_dir
 def test_loss_weighs_replies_prompts_and_mistakes() -> None:
     losses = torch.tensor([[1.0, 2.0, 4.0, 8.0]])
     roles = torch.tensor([[PROMPT, REPLY, MISTAKE, UNTRAINED]])
-    assert sft.weighted_loss(losses, roles, prompt_weight=0.1, mistake_weight=0.0).item() == pytest.approx(2.1)
-    assert sft.weighted_loss(losses, roles, prompt_weight=0.0, mistake_weight=1.0).item() == pytest.approx(3.0)
+    assert supervised.weighted_loss(losses, roles, prompt_weight=0.1, mistake_weight=0.0).item() == pytest.approx(2.1)
+    assert supervised.weighted_loss(losses, roles, prompt_weight=0.0, mistake_weight=1.0).item() == pytest.approx(3.0)
 
 
 def test_warm_start_lowers_the_loss_and_saves_a_model(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

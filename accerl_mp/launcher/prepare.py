@@ -24,8 +24,8 @@ from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.resuming import plan_start, run_folder_of
 from accerl_mp.launcher.run_folder_check import misplaced
 from accerl_mp.launcher.sweep import sweep
-from accerl_mp.model_folder import json_problems
 from accerl_mp.recovery import Start
+from accerl_mp.stops import put_off
 from accerl_mp.topology import RunPaths, gpu_memory_bytes, visible_gpus
 
 if TYPE_CHECKING:
@@ -104,7 +104,10 @@ def _make_demo_games() -> None:
 
 
 def _prepare(words: list[str]) -> Config:
-    """All problems at once (ConfigError), then the demo's games where they are played, then the run folder."""
+    """The run folder, and the demo's games where they are played.
+
+    ConfigError: all problems that numbers, names and files tell; without any, all that the model itself tells, for which torch is imported.
+    """
     typed, unread = cli.read(words, environ=os.environ)
     gpus = visible_gpus()
     log_dir = run_folder_of(typed.run.resume) or f"runs/TextWorld_FSDP/{datetime.now():%Y%m%d_%H%M%S}"
@@ -122,16 +125,13 @@ def _prepare(words: list[str]) -> Config:
     problems += misplaced(paths)
     if taken := taken_by_another(paths):  # instead of how to go on with it
         problems = [taken, *cli.without_those_of(["--log-dir"], problems)]
-    if not unread + problems:
-        print("launch.sh: looks at the model and the games", file=sys.stderr)  # the next line may take some seconds
-    plan = None if problems else _memory_plan(config)
-    problems += plan.problems() if plan else []
+    start, of_resume, warnings = plan_start(config)
+    if problems := unread + cli.without_those_of(unread, problems + but_games_to_come(of_resume)):
+        raise ConfigError(problems)
+    print("launch.sh: looks at the model's tokenizer and config", file=sys.stderr)  # torch takes seconds, the next line comes after it
+    plan = _memory_plan(config)
     with _temporary_folder() as folder:
-        problems += _export_tokenizer(config, Path(folder))
-        if not any(CONFIG_UNREADABLE in problem for problem in problems):  # else the model would say the same again
-            problems += _model_problems(config)
-        start, of_resume, warnings = plan_start(config)
-        if problems := unread + cli.without_those_of(unread, problems + but_games_to_come(of_resume)):
+        if problems := (plan.problems() if plan else []) + _model_problems(config, Path(folder)):
             raise ConfigError(problems)
         if is_demo:
             _make_demo_games()
@@ -152,26 +152,13 @@ def _prepare(words: list[str]) -> Config:
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[str]:
     """Gone however this process ends but by SIGKILL."""
-    with _put_off():  # else a folder could be there that nobody knows of
+    with put_off(signal.SIGTERM):  # else a folder could be there that nobody knows of
         folder = tempfile.TemporaryDirectory(prefix="accerl-tokenizer-")
     try:
         yield folder.name
     finally:
-        with _put_off():
+        with put_off(signal.SIGTERM):
             folder.cleanup()
-
-
-@contextlib.contextmanager
-def _put_off() -> Iterator[None]:
-    """SIGTERM acts after the block, not in it."""
-    came: list[int] = []
-    handler = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-        if came:
-            signal.raise_signal(signal.SIGTERM)
 
 
 def beginning(start: Start, paths: RunPaths) -> list[str]:
@@ -219,34 +206,19 @@ def _shm_free_bytes() -> int:
     return shutil.disk_usage("/dev/shm").free
 
 
-def _export_tokenizer(config: Config, folder: Path) -> list[str]:
-    """Its problems; none where `checks` has already refused the model folder."""
-    template = config.model.chat_template
-    if not _can_be_loaded(config) or (template and not os.path.isfile(template)):
-        return []
+def _model_problems(config: Config, folder: Path) -> list[str]:
+    """What the trainer would refuse, from the model's config and tokenizer alone. Writes the tokenizer to `folder`."""
+    import torch
     from transformers.utils import logging
 
     from accerl_mp.launcher.tokenizer import export_tokenizer
-
-    logging.set_verbosity_error()  # what matters is in the problems
-    return export_tokenizer(config.model, folder)
-
-
-def _can_be_loaded(config: Config) -> bool:
-    """Not where `checks` has refused the folder already, so that nothing heavy is imported for it."""
-    folder = Path(config.model.model_path)
-    return os.path.isfile(folder / "config.json") and not any(json_problems(folder))
-
-
-def _model_problems(config: Config) -> list[str]:
-    """What the trainer would refuse, from the model's config alone; none where `checks` has already refused the folder."""
-    if not _can_be_loaded(config):
-        return []
-    import torch
-
     from accerl_mp.models.build import model_problems
 
-    return model_problems(config, torch.device("cpu" if config.run.placement == "cpu" else "cuda"))
+    logging.set_verbosity_error()  # what matters is in the problems
+    problems = export_tokenizer(config.model, folder)
+    if any(CONFIG_UNREADABLE in problem for problem in problems):
+        return problems  # the model would say the same again
+    return problems + model_problems(config, torch.device("cpu" if config.run.placement == "cpu" else "cuda"))
 
 
 def _memory_plan(config: Config) -> "MemoryPlan | None":

@@ -1,9 +1,10 @@
 """The tools' command line: --help with a short usage line, groups and each flag's default in brackets; all that is wrong at once."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from typing import Any, NoReturn
+
+from accerl_mp.cli import belong_to_no_flag
 
 _KINDS = {int: "a whole number", float: "a number"}
 
@@ -43,7 +44,8 @@ class ToolParser(argparse.ArgumentParser):
         for action in self._actions:
             if action.dest in self._bad:
                 setattr(parsed, action.dest, action.default)
-        self._found += self._unknown(unknown)
+        known = [option for action in self._actions for option in action.option_strings]
+        self._found += belong_to_no_flag(unknown, known, "--help")
         missing = [action for action in needed if getattr(parsed, action.dest, None) in (None, [])]
         self._found += [f"{_name(action)} is missing" for action in missing if action.dest not in self._bad]
         return parsed, self._found
@@ -60,14 +62,6 @@ class ToolParser(argparse.ArgumentParser):
 
     def _refuse(self, problems: list[str]) -> NoReturn:
         self.exit(2, "\n".join([f"{self.prog}: this cannot be done:", *(f"- {problem}" for problem in problems), ""]))
-
-    def _unknown(self, words: list[str]) -> list[str]:
-        flags = [word.partition("=")[0] for word in words if word.startswith("-") and word.strip("-0123456789.")]  # no number
-        if words and not flags:
-            return [f"{words[0]!r} belongs to no flag"]
-        known = [option for action in self._actions for option in action.option_strings]
-        near = [(flag, difflib.get_close_matches(flag, known, n=1)) for flag in flags]
-        return [f"{flag}: no such flag; " + (f"did you mean {found[0]}?" if found else "--help lists them") for flag, found in near]
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:

@@ -13,9 +13,7 @@ the model up.
 import argparse
 import contextlib
 import io
-import json
 import os
-import random
 import shutil
 import stat
 import sys
@@ -25,106 +23,17 @@ from pathlib import Path
 from accerl_mp.tools import set_up  # noqa: F401
 
 # isort: split
-import torch
 from safetensors import SafetensorError
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as FastTokenizer
-from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging
 
 from accerl_mp.bounds import out_of_bounds
 from accerl_mp.checks import cannot_be_made
 from accerl_mp.config import ConfigError
-from accerl_mp.rollout.prompt import SYSTEM, invalid_notice, turn_message
 from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.gguf_model import PACKAGES, MissingError, convert, gguf_of_package
-from accerl_mp.tools.renaming import draw_renaming, made_up_words, name_words, renamer
 from accerl_mp.tools.shrink import shrink
-from accerl_mp.tools.walks import Walk, load_walks
 
-END, PAD = "<|end|>", "<|pad|>"
-ROLES = ("system", "user", "assistant")
-SMALLEST_VOCABULARY = 256 + 2 + len(ROLES)
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-TINY = {
-    "num_hidden_layers": 4,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,  # vLLM's CPU attention takes multiples of 32
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.05,
-}
-
-
-def prompt_texts(walks: list[Walk], seed: int) -> Iterator[str]:
-    """Messages and replies of the walks, half of them with their things renamed."""
-    rng = random.Random(seed)
-    others = made_up_words() + name_words(name for walk in walks for name in walk.names)
-    yield SYSTEM
-    for walk in walks:
-        renaming = draw_renaming(walk.names, others, rng) if rng.random() < 0.5 else {}
-        rename = renamer(renaming)
-        for turn, observation in zip(walk.turns, walk.observations(), strict=True):
-            yield rename(turn_message(observation))
-            yield rename(turn.reply)
-            if turn.kind == "invalid":
-                yield rename(invalid_notice(turn.reply))
-
-
-def train_tokenizer(texts: Iterator[str], vocab_size: int) -> FastTokenizer:
-    """A byte-level BPE: any text can be written, what the games say takes few tokens."""
-    fast = FastTokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    special = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[AddedToken(text, special=True) for text in special],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    fast.train_from_iterator(texts, trainer)
-    return fast
-
-
-def save_tokenizer(fast: FastTokenizer, out: Path) -> None:
-    fast.save(str(out / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END,
-        "pad_token": PAD,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": TINY["max_position_embeddings"],
-    }
-    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-
-
-def build_model(fast: FastTokenizer, *, seed: int, **sizes: int) -> Qwen3ForCausalLM:
-    """Random float32 weights."""
-    torch.manual_seed(seed)
-    ids = {"pad_token_id": fast.token_to_id(PAD), "eos_token_id": fast.token_to_id(END), "bos_token_id": None}
-    vocab_size = -(-fast.get_vocab_size() // 32) * 32
-    model = Qwen3ForCausalLM(Qwen3Config(**(TINY | sizes), **ids, vocab_size=vocab_size))
-    model.generation_config.eos_token_id = ids["eos_token_id"]
-    model.generation_config.pad_token_id = ids["pad_token_id"]
-    return model
-
-
-def make_tiny(walks: Path, out: Path, *, seed: int, vocab_size: int, num_layers: int) -> int:
-    """Tokenizer and random weights; returns the number of parameters."""
-    fast = train_tokenizer(prompt_texts(load_walks(walks), seed), vocab_size)
-    model = build_model(fast, seed=seed, num_hidden_layers=num_layers)
-    model.save_pretrained(out)
-    save_tokenizer(fast, out)
-    return model.num_parameters()
+SMALLEST_VOCABULARY = 256 + 2 + 3
+"""Every byte, the end and the padding, and the roles of `tiny_model`."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -140,14 +49,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="of random weights, and of --tiny's renaming")
     parser.add_argument("--walks", type=Path, help="--tiny: file of accerl_mp.tools.walks, what the tokenizer learns from")
     parser.add_argument("--vocab-size", type=int, default=1504, help="--tiny: tokens of the vocabulary")
-    parser.add_argument("--num-layers", type=int, default=TINY["num_hidden_layers"], help="--tiny: decoder layers")
+    parser.add_argument("--num-layers", type=int, default=4, help="--tiny: decoder layers")
     parser.add_argument("--save-dtype", choices=["bfloat16", "float32"], default="bfloat16", help="GGUF: of the weights on disk")
     parser.add_argument("--trust-remote-code", action="store_true", help="--shrink: run code that the folder carries")
     return parser
 
 
 def problems_of(args: argparse.Namespace) -> list[str]:
-    """Every flag that cannot work."""
+    """Every flag that cannot work, by numbers, names and files alone."""
     found = [*cannot_be_made("--out", args.out), *out_of_bounds("seed", args.seed, "--seed")]
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         found.append(f"--out {args.out} is there already: name another folder")
@@ -169,6 +78,8 @@ def problems_of(args: argparse.Namespace) -> list[str]:
 def make(args: argparse.Namespace, out: Path) -> int:
     """Write it to `out`; returns the number of parameters. MissingError, ValueError, OSError, SafetensorError: why it cannot be made."""
     if args.tiny:
+        from accerl_mp.tools.tiny_model import make_tiny
+
         return make_tiny(args.walks, out, seed=args.seed, vocab_size=args.vocab_size, num_layers=args.num_layers)
     if args.shrink:
         return shrink(args.shrink, out, seed=args.seed, trust_remote_code=args.trust_remote_code)
@@ -196,6 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     if problems := problems_of(args):
         print(f"make_model: this cannot be done:\n{ConfigError(problems)}", file=sys.stderr)
         return 2
+    from transformers.utils import logging  # after what needs no torch was refused
+
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()

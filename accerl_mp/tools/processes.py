@@ -10,29 +10,20 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
 
+from accerl_mp.stops import put_off
 from accerl_mp.transport.process import die_with_parent
 
 _started: list["_Process"] = []
-_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def _interrupt_put_off() -> Iterator[None]:
-    """Ctrl+C, or SIGTERM, is raised after the block, not in it.
-
-    Ctrl+C is blocked for those who inherit that, and a handler puts both off, because another thread may take them.
-    """
-    pressed: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _frame: pressed.append(number)) for number in _STOPS}
+def _ctrl_c_blocked() -> Iterator[None]:
+    """For those that the block starts, who inherit it."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if pressed:
-            raise KeyboardInterrupt
 
 
 class _Process(SpawnProcess):
@@ -48,11 +39,11 @@ class _Context(SpawnContext):
 
 
 class _Pool(ProcessPoolExecutor):
-    """Ctrl+C waits until a task is handed over: half a hand-over, with a process or a thread that nobody knows of, cannot be shut down."""
+    """For the main thread. A stop waits until a task is handed over: what half a hand-over has started could not be shut down."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future:
         resource_tracker.ensure_running()  # starting it in the block would unblock the signal
-        with _interrupt_put_off():
+        with put_off(signal.SIGINT, signal.SIGTERM), _ctrl_c_blocked():
             return super().submit(fn, *args, **kwargs)
 
 

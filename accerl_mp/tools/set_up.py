@@ -1,16 +1,21 @@
-"""Imported before anything else by every tool: while launch.sh installs the environment, a plain sentence and no traceback.
+"""Imported before anything else by every tool: where packages are missing, a plain sentence and no traceback.
 
 Standard library only.
 """
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
-_PACKAGES = ("numpy", "rich", "zmq", "msgpack", "tokenizers", "transformers", "torch", "textworld", "tensorboard", "vllm")
+_READING = ("numpy", "rich", "msgpack")
+_ALL = (*_READING, "zmq", "tokenizers", "transformers", "torch", "textworld", "tensorboard", "vllm")
 """One of the last that pip installs is among them."""
+_NEEDED = {"top": _READING, "report": _READING}
+"""Tools that read a run folder do so wherever it was copied to; the others need a whole environment."""
 
-if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+if missing := [name for name in _NEEDED.get(Path(sys.argv[0]).stem, _ALL) if find_spec(name) is None]:
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     raise SystemExit(
-        f"this environment is not complete yet ({missing[0]}{more} missing): bash launch.sh is setting it up, or was stopped on the way; "
-        "bash launch.sh --setup-only finishes it"
+        f"this environment is not complete ({missing[0]}{more} missing): bash launch.sh is setting it up, or was stopped on the way "
+        f"(bash launch.sh --setup-only finishes it), or {sys.executable} is not its Python"
     )
