@@ -17,11 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata as hparams_metadata
 
 from accerl_mp.config import Config
-from accerl_mp.recovery import Start
+from accerl_mp.recovery import Start, folder_name, state_text
 from accerl_mp.stats import events, tags
 from accerl_mp.stats.__main__ import DRAIN_QUIET_S, drain, trainer_closes
 from accerl_mp.stats.bottleneck import NUM_ROUNDS, Doctor, Situation, bottleneck, situation
@@ -30,10 +31,14 @@ from accerl_mp.stats.status import Status
 from accerl_mp.stats.status_file import read_status
 from accerl_mp.stats.windows import EpisodeWindow, RoundSums
 from accerl_mp.stats.writer import AppendFile, MetricFiles
+from accerl_mp.tools.run_folder import RunFolder
+from accerl_mp.tools.top import read_frame
+from accerl_mp.tools.top_screen import Screen
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import MetricsSender
 from accerl_mp.transport.health import STATES, HealthTable
+from tests.saved_states import state_content
 
 REFERENCE_TAGS = """
 TextWorld/NormalizedScore TextWorld/WinRate TextWorld/InvalidActionRate Replay/FillRatio Replay/TrainSampleTrainerVersionLagMean
@@ -221,34 +226,73 @@ def test_evaluation_episodes_never_enter_the_window() -> None:
     assert window.values(0.0)["TextWorld/WinRate"] == 0.0
 
 
-def window_after(folder: Path, numbers: range, *, won: bool, state: str | None = None) -> dict[str, Any]:
+def window_after(
+    folder: Path,
+    numbers: range,
+    *,
+    won: bool,
+    state: Path | None = None,
+    begun: int | None = None,
+    num_restarts: int = 0,
+    is_killed: bool = False,
+) -> dict[str, Any]:
     """A start of the run in `folder` plays these episodes in one round; its line of metrics.jsonl."""
     paths = RunPaths(folder)
+    folder.mkdir(exist_ok=True)
     paths.args.write_text("{}")
-    os.utime(paths.args, (1.7e9 + numbers.start,) * 2)  # when this start began
-    Start(state=state).save(paths.resume)
+    os.utime(paths.args, (1.7e9 + (numbers.start if begun is None else begun),) * 2)  # when this start began
+    Start(state=state and str(state), num_restarts=num_restarts).save(paths.resume)
     collector, files = collector_in(folder, metrics_window_size=100)
     for number in numbers:
         collector.take({"kind": "episode", "source": "rollout/0", "episode": episode(number, won=won, worker=3)}, 0.0)
     collector.take(round_record(numbers.stop, 1), 1.0)
     collector.close_due(2.0)
-    collector.finish(3.0)
+    if not is_killed:
+        collector.finish(3.0)
     files.close()
     return lines_of(folder)[-1]
 
 
+def state_of(run: Path, *, low_water: int, done_above: tuple[int, ...] = ()) -> Path:
+    """In which these groups of two episodes are done."""
+    folder = run / "resume" / folder_name(low_water, low_water)
+    folder.mkdir(parents=True)
+    ledger = {"next": 60, "low_water": low_water, "done_above": list(done_above)}
+    (folder / "state.json").write_text(state_text(state_content(low_water, low_water, groups=ledger)))
+    return folder
+
+
+def counted(line: dict[str, Any]) -> tuple[int, int]:
+    """(episodes, won ones)."""
+    return int(line["Rollout/WindowEpisodes"]), round(line["Rollout/WindowEpisodes"] * line["TextWorld/WinRate"])
+
+
 def test_a_run_that_goes_on_has_its_window_and_repeated_episodes_count_once(tmp_path: Path) -> None:
-    run, other, state = tmp_path / "run", tmp_path / "other", str(tmp_path / "run/resume/step-000001-version-000001")
-    run.mkdir()
-    other.mkdir()
-    assert window_after(run, range(80), won=True)["Rollout/WindowEpisodes"] == 80
-    line = window_after(run, range(60, 100), won=False, state=state)  # 20 of them are played again
-    assert (line["Rollout/WindowEpisodes"], line["TextWorld/WinRate"]) == (100, 0.6)
+    """Those alone that the state knows: what was played after it is played again."""
+    run, state = tmp_path / "run", state_of(tmp_path / "run", low_water=30, done_above=(32,))
+    assert counted(window_after(run, range(80), won=True)) == (80, 80)
+    line = window_after(run, range(70, 100), won=False, state=state)  # 0 to 59 and 64, 65 are done in it
+    assert counted(line) == (92, 62)
     assert line["Rollout/ActiveWorkers"] == 1
-    line = window_after(other, range(100, 110), won=False, state=state)  # from another run's state
-    assert (line["Rollout/WindowEpisodes"], line["TextWorld/WinRate"]) == (100, 0.5)
-    line = window_after(run, range(5), won=True)  # the same folder from the beginning
-    assert (line["Rollout/WindowEpisodes"], line["TextWorld/WinRate"]) == (5, 1.0)
+    assert counted(window_after(run, range(5), won=True)) == (5, 5)  # the same folder from the beginning
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_no_episode_after_the_state_is_in_the_window_of_a_start_that_goes_on_from_it(tmp_path: Path, is_killed: bool) -> None:
+    run, state = tmp_path / "run", state_of(tmp_path / "run", low_water=10)
+    window_after(run, range(80), won=True, is_killed=is_killed)
+    assert counted(window_after(run, range(20, 22), won=False, state=state)) == (22, 20)
+    line = window_after(run, range(22, 23), won=False, state=state, begun=20, num_restarts=1)
+    assert counted(line) == (21, 20), "a trainer rank had died"
+
+
+def test_the_window_is_of_the_run_whose_state_is_taken(tmp_path: Path) -> None:
+    """However often: a second start from the old folder's state repeats the first, one from the new folder's own goes on with it."""
+    state, other = state_of(tmp_path / "run", low_water=10), tmp_path / "other"
+    window_after(tmp_path / "run", range(30), won=True)
+    for _ in range(2):
+        assert counted(window_after(other, range(20, 60), won=False, state=state)) == (60, 20)
+    assert counted(window_after(other, range(50, 51), won=False, state=state_of(other, low_water=25))) == (51, 20)
 
 
 def test_a_stats_process_that_was_killed_loses_seconds_of_the_window(tmp_path: Path) -> None:
@@ -706,6 +750,25 @@ def test_a_long_round_weighs_as_much_as_it_took(tmp_path: Path) -> None:
     files.close()
     assert [line["Run/RoundSeconds"] for line in lines_of(tmp_path)] == [38.0, pytest.approx(2.0)]
     assert read_status(tmp_path)["bottleneck"].startswith("generation-bound: trainer waited 95 %")
+
+
+def test_top_and_the_sentence_have_one_share_of_groups_that_end_alike(tmp_path: Path) -> None:
+    """Of the newest rounds by their time: 38 s in which all did, 2 s in which none did, then a round that closed no group."""
+    Config.from_flat({"placement": "dedicated"}).save(RunPaths(tmp_path).args)
+    collector, files = collector_in(tmp_path, placement="dedicated")
+    collector.take({"kind": "episode", "source": "rollout/0", "episode": episode(1)}, 1.0)
+    for step, now_s, rates in (
+        (1, 38.0, {"GRPO/ZeroStdRate": (1.0, 1, 1.0)}),
+        (2, 40.0, {"GRPO/ZeroStdRate": (0.0, 1, 0.0)}),
+        (3, 50.0, {}),
+    ):
+        collector.take(values(values={"Time/trainer/wait": (now_s, 1, now_s)} | rates), now_s)
+        collector.take(round_record(step, step), now_s)
+        collector.close_due(now_s + 0.2)
+    files.close()
+    assert "95 % of groups end alike" in read_status(tmp_path)["bottleneck"]
+    lines = Console(width=100).render_lines(Screen(read_frame(RunFolder(tmp_path))))
+    assert [text for line in lines if "  95 % alike" in (text := "".join(segment.text for segment in line))]
 
 
 def test_a_round_has_the_cores_that_were_free_in_it(tmp_path: Path) -> None:

@@ -79,13 +79,17 @@ class Doctor:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._newest: deque[Mapping[str, float]] = deque(maxlen=NUM_ROUNDS)
+        self.alike: float | None = None
+        """Share of groups whose rewards are all alike, in the rounds that the last sentence stands for; None: none closed a group."""
 
     def say(self, values: Mapping[str, float]) -> str:
         """For the round with these values and those before it."""
         if "Time/trainer/wait" not in values:
             return "the trainer has not said how long it waited"
         self._newest.append(values)
-        return bottleneck(situation(_means(self._newest), self._config))
+        means = _means(self._newest)
+        self.alike = means.get(NO_SIGNAL)
+        return bottleneck(situation(means, self._config))
 
 
 def _means(rounds: Collection[Mapping[str, float]]) -> dict[str, float]:

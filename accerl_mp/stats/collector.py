@@ -50,7 +50,8 @@ class Collector:
         self._say, self._num_restarts, self._free_cores = say, num_restarts, free_cores
         self._doctor, self._signal = Doctor(config), SignalWatch(config)
         self._window = EpisodeWindow(metrics.metrics_window_size, metrics.metrics_active_timeout_seconds)
-        self._window_file = WindowFile(files.run_dir)
+        group_size = 1 if config.algorithm.rl_algorithm == "ppo" else config.algorithm.grpo_group_size or 1
+        self._window_file = WindowFile(files.run_dir, group_size=group_size)
         self._window_file.load_into(self._window)
         self._sums = RoundSums()
         self._histograms = Histograms()
@@ -142,9 +143,8 @@ class Collector:
         # The line last: who has seen it finds the rest of its round.
         self._files.write_histograms(step=record["step"], time_s=record["time"], counted=self._histograms.take())
         self._files.write(step=record["step"], version=record["version"], time_s=record["time"], values=values)
-        self._status.close_round(
-            number=number, step=record["step"], version=record["version"], round_s=round_s, values=values, sentence=bound
-        )
+        where = {"number": number, "step": record["step"], "version": record["version"]}
+        self._status.close_round(**where, round_s=round_s, values=values, sentence=bound, alike=self._doctor.alike)
         self._status.save()
         self._window_file.save(self._window, now_s)
         if number % self._config.metrics.log_every == 0:

@@ -48,7 +48,8 @@ class Status:
          "wall_s": 1000.0, "training_s": 610.0, "start_training_s": 610.0, "has_ended": false,
          "episodes": 4096, "win_rate": 0.61, "window_episodes": 1000,
          "throughput": {"samples_per_s": 12.3, ...}, "shares": {"trainer": {"wait": 0.61, ...}, ...},
-         "bottleneck": "generation-bound: ...", "eval_first": {"step": 0, "version": 0, "time": ..., "win_rate": 0.4, ...},
+         "bottleneck": "generation-bound: ...", "groups_alike": 0.4,
+         "eval_first": {"step": 0, "version": 0, "time": ..., "win_rate": 0.4, ...},
          "eval_last": {...}, "eval_best": {...}, "restarts": 0}
     """
 
@@ -77,9 +78,21 @@ class Status:
         """Of the run's first start, `time.time()`."""
         return self._fields["started"]
 
-    def close_round(self, *, number: int, step: int, version: int, round_s: float, values: Mapping[str, float], sentence: str) -> None:
-        """What a round gave. A tag that was not measured in it keeps its last value."""
+    def close_round(
+        self,
+        *,
+        number: int,
+        step: int,
+        version: int,
+        round_s: float,
+        values: Mapping[str, float],
+        sentence: str,
+        alike: float | None = None,
+    ) -> None:
+        """What a round gave, and the doctor's sentence and share for it. What was not measured in it keeps its last value."""
         fields = self._fields
+        if alike is not None:
+            fields["groups_alike"] = alike
         fields |= {"round": number, "step": step, "version": version, "bottleneck": sentence}
         for name in ("training_s", "start_training_s"):
             fields[name] = round(fields[name] + round_s, 3)

@@ -11,7 +11,7 @@ from accerl_mp.files import read_text
 _NAME = "status.json"
 _KINDS = {
     **dict.fromkeys(("step", "version", "round", "episodes"), int),
-    **dict.fromkeys(("started", "begun", "training_s", "start_training_s"), int | float),
+    **dict.fromkeys(("started", "begun", "training_s", "start_training_s", "groups_alike"), int | float),
     **dict.fromkeys(("throughput", "shares", "eval_first", "eval_last", "eval_best"), dict),
 }
 """Of the fields that a later start goes on with."""

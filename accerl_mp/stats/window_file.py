@@ -1,6 +1,8 @@
 """The sliding window on disk, so that a run that goes on draws its curves on, and not anew from the first few episodes.
 
-<run-dir>/window.json     {"begun": which start wrote it, "episodes": the newest ones, a list of FIELDS each}
+<run-dir>/window.json     {"start": which one wrote it, "episodes": the newest ones, a list of FIELDS each}
+
+A start that goes on from a state takes those episodes alone whose groups are done in it: the others are played again.
 """
 
 import json
@@ -28,15 +30,18 @@ _log = logging.getLogger(__name__)
 class WindowFile:
     """A run's window.json. What cannot be read or written costs the curves their past, not the run."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._path, self._paths = run_dir / NAME, RunPaths(run_dir)
+    def __init__(self, run_dir: Path, *, group_size: int) -> None:
+        """group_size: episodes of a training group, which are numbered by it."""
+        self._path, self._paths, self._group_size = run_dir / NAME, RunPaths(run_dir), group_size
         self._begun = self._paths.begun()
+        self._start = Start()
         self._saved_s = float("-inf")
         self._is_failing = False
 
     def load_into(self, window: EpisodeWindow) -> None:
         """The episodes before this process: of this start, or of the one that it goes on from. None for a run from the beginning."""
         try:
+            self._start = Start.load(self._paths.resume)
             for episode in self._episodes():
                 window.restore(episode)
         except (OSError, ValueError, RecursionError, StateError) as error:
@@ -49,7 +54,7 @@ class WindowFile:
         self._saved_s = now_s
         rows = [[_plain(episode[field]) for field in FIELDS] for episode in window.episodes()]
         try:
-            write_atomically(self._path, json.dumps({"begun": self._begun, "episodes": rows}))
+            write_atomically(self._path, json.dumps({"start": self._start_id(), "episodes": rows}))
         except OSError as error:
             if not self._is_failing:
                 _log.warning("cannot write %s: %s", self._path, error)
@@ -58,17 +63,32 @@ class WindowFile:
             self._is_failing = False
 
     def _episodes(self) -> Iterator[EpisodeRecord]:
-        """ValueError where the file is not as it was written."""
-        state = Start.load(self._paths.resume).state
-        before = [self._path, *([Path(state).parent.parent / NAME] if state else [])]  # of another run, whose state was taken
-        path = next((path for path in before if path.exists()), None)
-        if path is None:
+        """ValueError where a file is not as it was written, StateError where the state is not."""
+        if self._path.exists():
+            writer, own = _read(self._path)
+            if writer == self._start_id():  # this very start, whose stats process has died
+                yield from own
+                return
+        if (saved := self._start.saved) is None:
             return
-        noted = json.loads(read_text(path))
-        if not isinstance(noted, dict) or not isinstance(rows := noted.get("episodes"), list) or not all(map(_is_row, rows)):
-            raise ValueError("damaged")
-        if state or noted.get("begun") == self._begun:
-            yield from (dict(zip(FIELDS, row, strict=True)) for row in rows)
+        ledger, above = saved.content["groups"], set(saved.content["groups"]["done_above"])
+        path = saved.folder.parent.parent / NAME  # of the run that saved it: this one, or another one
+        for episode in _read(path)[1] if path.exists() else []:
+            group = episode["episode_id"] // self._group_size
+            if group < ledger["low_water"] or group in above:
+                yield episode
+
+    def _start_id(self) -> list[float]:
+        """A trainer that is started again goes on from a state, too."""
+        return [self._begun, self._start.num_restarts]
+
+
+def _read(path: Path) -> tuple[Any, list[EpisodeRecord]]:
+    """(the start that wrote it, episodes); ValueError: damaged."""
+    noted = json.loads(read_text(path))
+    if not isinstance(noted, dict) or not isinstance(rows := noted.get("episodes"), list) or not all(map(_is_row, rows)):
+        raise ValueError("damaged")
+    return noted.get("start"), [dict(zip(FIELDS, row, strict=True)) for row in rows]
 
 
 def _plain(value: Any) -> int | float:
