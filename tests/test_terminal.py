@@ -106,19 +106,37 @@ with quiet(Path({str(tmp_path / "play.log")!r}), terminal):
 
 
 def test_a_table_that_is_too_wide_becomes_lines_and_loses_no_number() -> None:
-    header = ["", "win rate", "normalised score"]
+    header = ["", "win rate", "normalised score", "turns"]
     code = f"""
 from accerl_mp.tools.terminal import Terminal
-Terminal().table("title", {header}, [["model (step 20), T 1", "0.50 [0.25, 0.75]", "0.61 [0.40, 0.80]"], ["b", "1", "2"]])
+Terminal().table("title", {header}, [["model (step 20), T 1", "0.50 [0.25, 0.75]", "0.61 [0.40, 0.80]", "5.0"], ["b", "1", "2", "3"]])
 """
     wide = on_terminal(code, columns=80, TERM="xterm").splitlines()
     assert [line for line in wide if "model" in line and "0.61 [0.40, 0.80]" in line]
-    narrow = [line.rstrip() for line in on_terminal(code, columns=40, TERM="xterm").splitlines()]
-    assert narrow[narrow.index("model (step 20), T 1") :][:3] == [
-        "model (step 20), T 1",
-        "  win rate          0.50 [0.25, 0.75]",
-        "  normalised score  0.61 [0.40, 0.80]",
+    narrow = [line.rstrip() for line in on_terminal(code, columns=48, TERM="xterm").splitlines()]
+    assert narrow == [
+        "title",
+        *("model (step 20), T 1", "  win rate 0.50 [0.25, 0.75]", "  normalised score 0.61 [0.40, 0.80]  turns 5.0"),
+        *("b", "  win rate                 1", "  normalised score                 2  turns   3"),
     ]
+
+
+def test_a_table_that_is_too_wide_gives_up_what_it_can_do_without_first() -> None:
+    """Then the rows stay rows: twenty of them would be sixty lines."""
+    code = """
+from accerl_mp.tools.terminal import Terminal
+rows = [[f"kind {number}", *["0.50 [0.25, 0.75]"] * 4] for number in range(20)]
+title = "a title that is longer than all of the columns are together"
+Terminal().table(title, ["", "(1)", "(2)", "(3)", "(4)"], rows, narrow=[[row[0], *["0.50"] * 4] for row in rows])
+"""
+    for columns, cell, num_lines in ((100, "0.50 [0.25, 0.75]", 22), (80, "0.50", 22), (20, "0.50", 64)):
+        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in on_terminal(code, columns=columns, TERM="xterm").splitlines()]
+        assert len(lines) == num_lines, lines
+        assert ["title" in line for line in lines[:1]] == [True]
+        if columns > 20:
+            assert lines[2].split("  ")[0] == "kind 0"
+            assert lines[2].count(cell) == 4
+            assert ("[" in lines[2]) == (columns == 100)
 
 
 def test_what_a_game_says_does_not_steer_the_terminal_and_any_encoding_shows_it() -> None:

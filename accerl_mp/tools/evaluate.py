@@ -154,21 +154,23 @@ def kind_and_length(record: Record) -> str:
 
 
 def show(columns: dict[Column, list[Record]], terminal: Terminal) -> None:
-    """One row a model and temperature; then win rates by kind and length of game, a column each."""
+    """Win rates by kind and length of game, a column each, then one row a model and temperature: what a short screen still shows."""
     columns = {column: distinct(column.temperature, records) for column, records in columns.items()}
     numbers = [f"({number})" for number in range(1, len(columns) + 1)]
-    played = zip(numbers, columns.items(), strict=True)
+    groups = [scores.grouped(records, kind_and_length) for records in columns.values()]
+    kinds = sorted({kind for group in groups for kind in group})
+    cells = [[scores.rate_of_wins(group.get(kind, [])) for group in groups] for kind in kinds]
+    table = [[kind, *row] for kind, row in zip(kinds, cells, strict=True)]
+    short = [[kind, *(cell.partition(" ")[0] for cell in row)] for kind, row in zip(kinds, cells, strict=True)]
+    terminal.table("win rate by kind and length; (1) is the first model below", ["", *numbers], table, narrow=short)
+    terminal.out.print()
     is_unequal = len({column.max_turns for column in columns}) > 1
     limits = {column: f", at most {column.max_turns} turns" if is_unequal else "" for column in columns}
+    played = zip(numbers, columns.items(), strict=True)
     rows = [[f"{number} {column.label}{limits[column]}", *scores.cells(records)] for number, (column, records) in played]
     terminal.table("95 % intervals in brackets", ["", *scores.HEADER], rows)
     if is_unequal:
         terminal.say("not all had as many turns, so these rates do not compare: --max-episode-steps N gives all the same")
-    groups = [scores.grouped(records, kind_and_length) for records in columns.values()]
-    kinds = sorted({kind for group in groups for kind in group})
-    terminal.out.print()
-    table = [[kind, *(scores.cells(group.get(kind, []))[1] for group in groups)] for kind in kinds]
-    terminal.table("win rate by kind and length; columns are the rows above", ["", *numbers], table)
 
 
 def save(columns: dict[Column, list[Record]], broken: list[Record], args: argparse.Namespace) -> None:

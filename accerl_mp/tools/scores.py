@@ -89,6 +89,11 @@ def cells(records: Sequence[Record]) -> list[str]:
     return [str(len(records)), *rates, *(_mean(values[name]) for name in ("turns", "env_steps"))]
 
 
+def rate_of_wins(records: Sequence[Record]) -> str:
+    """As in `cells`: the rate, then its interval."""
+    return _rate(wilson(sum(record["won"] for record in records), len(records)))
+
+
 def as_json(records: Sequence[Record]) -> dict[str, Any]:
     """The same as numbers; an interval is [low, high]."""
     numbers = {name: [value.value, value.low, value.high] for name, value in estimates(records).items()}

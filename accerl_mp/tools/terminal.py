@@ -72,19 +72,21 @@ class Terminal:
     def say(self, text: str) -> None:
         self.err.print(plain(text), highlight=False, markup=False)
 
-    def table(self, title: str, header: list[str], rows: list[list[str]]) -> None:
-        """Numbers to the right, the first column to the left. Where the terminal is too narrow: a block of lines for each row."""
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for number, name in enumerate(header):
-            table.add_column(name, justify="right" if number else "left", no_wrap=True)
-        for row in rows:
-            table.add_row(*map(plain, row))
-        if self.out.is_terminal and Measurement.get(self.out, self.out.options.update(width=1000), table).maximum > self.out.width:
-            longest = max(map(len, header))
-            lines = [[row[0], *(f"  {name:<{longest}}  {cell}" for name, cell in zip(header[1:], row[1:], strict=True))] for row in rows]
-            self.out.print(plain("\n".join([title, *(line for block in lines for line in block)])), highlight=False, markup=False)
-        else:
-            self.out.print(table, highlight=False, markup=False)
+    def table(self, title: str, header: list[str], rows: list[list[str]], *, narrow: list[list[str]] | None = None) -> None:
+        """Numbers to the right, the first column to the left.
+
+        Where the terminal is too narrow: the rows of `narrow` instead; where it is for those too, a block of lines for each row.
+        """
+        self.out.print(plain(title), highlight=False, markup=False)
+        for cells in (rows, narrow):
+            if cells is not None and self._fits(table := _table(header, cells)):
+                self.out.print(table, highlight=False, markup=False)
+                return
+        blocks = _blocks(header, rows if narrow is None else narrow, self.out.width)
+        self.out.print(plain("\n".join(blocks)), highlight=False, markup=False)
+
+    def _fits(self, table: Table) -> bool:
+        return not self.out.is_terminal or Measurement.get(self.out, self.out.options.update(width=1000), table).maximum <= self.out.width
 
     @contextlib.contextmanager
     def _bar(self, what: str, total: int) -> Iterator[Callable[[], None]]:
@@ -139,6 +141,31 @@ def quiet(log_file: Path, terminal: Terminal) -> Iterator[None]:
         for number, descriptor in enumerate(kept, start=1):
             os.dup2(descriptor, number)
             os.close(descriptor)
+
+
+def _table(header: list[str], rows: list[list[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, name in enumerate(header):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(plain, row))
+    return table
+
+
+def _blocks(header: list[str], rows: list[list[str]], width: int) -> list[str]:
+    """A line with the name of each row, then its cells with theirs, as many a line as there is room for."""
+    widths, lines = [max(len(row[place]) for row in rows) for place in range(len(header))], []
+    for row in rows:
+        lines.append(row[0])
+        line = ""
+        for name, cell, longest in list(zip(header, row, widths, strict=True))[1:]:
+            part = f"  {name} {cell:>{longest}}"
+            if line and len(line + part) > width:
+                lines.append(line)
+                line = ""
+            line += part
+        lines.append(line)
+    return lines
 
 
 def causes_in(lines: list[str]) -> list[str]:
