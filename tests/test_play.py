@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -19,10 +20,11 @@ import pytest
 from chat_fixture import build_tokenizer
 from games_fixture import games_dir  # noqa: F401
 from scripted import build_player
+from test_terminal import on_terminal
 
 from accerl_mp.config import Config, ConfigError
 from accerl_mp.rollout.env import EnvPool
-from accerl_mp.tools import evaluate, game_files, human, local_engine, play, playing, policies, scores, terminal
+from accerl_mp.tools import evaluate, game_files, human, local_engine, make_games, play, playing, policies, scores, terminal
 from accerl_mp.tools.engine_flags import engine_config, flag_problems, list_played_games
 from tests.sessions import command_of, processes_of, shared_memory_of, wait_until_gone
 
@@ -274,6 +276,31 @@ def test_a_person_plays_through_the_same_prompt_and_parser(games_dir: Path, tmp_
     assert "\x1b" not in done.stdout + done.stderr
 
 
+def test_a_person_may_type_a_commands_number_and_is_not_asked_what_nobody_answers(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    words = ["--human", "--game-dir", str(games_dir), "--game-pattern", "room-2.z8", "--episodes", "2", "--out", str(tmp_path)]
+    first = run_tool("play", *words, typed="0\n99\n").stdout
+    assert "[turn 1 of 20] Objective: " in first
+    assert all(f'"{number}" is not listed.' in first for number in ("0", "99"))
+    number = re.search(r"^ *(\d+) - take coin$", first, re.MULTILINE)[1]
+    done = run_tool("play", *words, typed=f" {number} \n")
+    assert "Game 1 of 2: room-2" in done.stdout
+    assert "The End" in done.stdout
+    assert "won, score 3 of 3" in done.stdout
+    assert "RESTART" not in done.stdout
+    assert "Game 2 of 2: room-2" in done.stdout
+    assert "Ctrl+D leaves" in done.stdout
+    assert json.loads((tmp_path / "episodes.jsonl").read_text())["num_invalid"] == 0
+
+
+def test_what_a_person_reads_breaks_between_words() -> None:
+    text = "You are in the living room.\n\n   1 - take a rather long thing\n" + "x" * 25
+    lines = human.wrapped(text, 20).split("\n")
+    assert max(map(len, lines)) <= 20
+    assert "x" * 20 in lines
+    assert " ".join("".join(lines).split()) == " ".join(text.replace("\n", "").split())
+    assert lines[:3] == ["You are in the ", "living room.", ""]
+
+
 def test_a_person_may_leave(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
     done = run_tool("play", "--human", "--game-dir", str(games_dir), "--out", str(tmp_path), typed="")
     assert done.returncode == 1
@@ -336,6 +363,24 @@ def test_columns_of_unequal_turn_limits_say_so(limits: tuple[int, int], capfd: p
     assert [f"at most {limit} turns" in shown for limit in limits] == [is_unequal] * 2
 
 
+def test_the_models_stand_last_and_each_kind_on_a_line_at_80_columns() -> None:
+    """What a terminal of 24 lines still shows of four columns and twenty kinds of games."""
+    code = """
+from pathlib import Path
+from accerl_mp.tools import evaluate, policies, terminal
+evaluate.kind_and_length = lambda record: record["path"]
+record = {"won": True, "score": 1, "max_score": 1, "num_invalid": 0, "num_turns": 2, "num_env_steps": 2, "truncated": False, "lost": False}
+records = [record | {"path": f"kind {number}", "turns": []} for number in range(20)]
+policy = policies.Policy("runs/TextWorld_FSDP/20261130_112233", Path("a"), None)
+evaluate.show({evaluate.Column(place, policy, 1.0, 6): records for place in range(4)}, terminal.Terminal())
+"""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in on_terminal(code, columns=80, TERM="xterm").splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("kind ") for line in lines) == 20
+    assert [line.split()[0] for line in lines[-24:] if line.startswith("(")] == ["(1)", "(2)", "(3)", "(4)"]
+    assert sum("win rate 1.00 [0.84, 1.00]" in line for line in lines[-24:]) == 4
+
+
 @pytest.mark.parametrize(
     ("tool", "words", "expected"),
     [
@@ -355,6 +400,12 @@ def test_columns_of_unequal_turn_limits_say_so(limits: tuple[int, int], capfd: p
         (evaluate, "--seeds 1", "RUN_OR_MODEL is missing"),
         (play, "--game-dir", "argument --game-dir: expected one argument"),
         (play, "--foo -1", "--foo: no such flag; |--model-path is missing"),
+        (play, "stray --zzz 3", "'stray' belongs to no flag|--zzz: no such flag; |--game-dir is missing"),
+        (
+            make_games,
+            "stray -1e5 --ot=3 last --",
+            "'stray' belongs to no flag|'-1e5' belongs to no flag|--ot: no such flag|'last' belongs to no flag",
+        ),
     ],
 )
 def test_unknown_flags_get_a_guess_and_all_problems_are_said_at_once(
@@ -369,7 +420,8 @@ def test_unknown_flags_get_a_guess_and_all_problems_are_said_at_once(
     assert code == 2
     for start in expected.split("|"):
         assert any(line.startswith(f"- {start}") for line in said), (start, said)
-    assert not any("-1: no such flag" in line for line in said), "a number is no flag"
+    assert len(said) >= expected.count("|") + 1
+    assert not any(re.match(r"- (-[0-9.e]+|--): no such flag|- '3'", line) for line in said), "numbers and values are no flags"
 
 
 @pytest.mark.vllm

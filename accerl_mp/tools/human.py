@@ -1,10 +1,11 @@
-"""A person plays: the messages that the model would get, the parser that its replies go through."""
+"""A person plays: the messages that the model would get, the parser that its replies go through; a command's number stands for it."""
 
+import textwrap
 import time
 from collections.abc import Callable
 
 from accerl_mp.rollout.actions import normalise, parse_action
-from accerl_mp.rollout.env import Env, game_name
+from accerl_mp.rollout.env import Env, Observation, game_name
 from accerl_mp.rollout.prompt import SYSTEM, invalid_message, turn_message
 from accerl_mp.tools.scores import Record
 
@@ -17,14 +18,14 @@ def play_by_hand(env: Env, *, number: int, seed: int, max_turns: int, ask: Calla
     start, observation, turns = time.monotonic(), env.reset(seed), []
     message = turn_message(observation)
     show(SYSTEM)
-    show(f"(at most {max_turns} turns; Ctrl+D leaves)")
+    show(f"(at most {max_turns} turns; a command or its number; Ctrl+D leaves)")
     while not observation.done and len(turns) < max_turns:
-        show(f"\n[{len(turns) + 1}/{max_turns}] {message}")
+        show(f"\n[turn {len(turns) + 1} of {max_turns}] {_numbered(message, observation)}")
         try:
             reply = ask()
         except EOFError:
             return None
-        command = parse_action(reply, observation.commands)
+        command = parse_action(reply, observation.commands) or _chosen(reply, observation)
         turns.append({"message": message, "reply": reply, "command": command})
         if command is None:
             message = invalid_message(normalise(reply) or reply, observation)
@@ -32,7 +33,9 @@ def play_by_hand(env: Env, *, number: int, seed: int, max_turns: int, ask: Calla
         observation = env.step(command)
         message = turn_message(observation)
     ending = "won" if observation.won else "lost" if observation.lost else "cut by the turn limit"
-    show(f"\n{observation.text}\nThe episode is over: {ending}, score {observation.score:g} of {observation.max_score:g}.")
+    show(
+        f"\n{_without_question(observation.text)}\nThe episode is over: {ending}, score {observation.score:g} of {observation.max_score:g}."
+    )
     return {
         "game": game_name(env.path),
         "path": env.path,
@@ -51,3 +54,26 @@ def play_by_hand(env: Env, *, number: int, seed: int, max_turns: int, ask: Calla
         "turns": turns,
         "last_observation": observation.text,
     }
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines that are at most `width` letters long, broken between words where there are any."""
+    return "\n".join(part for line in text.split("\n") for part in textwrap.wrap(line, width, drop_whitespace=False, tabsize=4) or [""])
+
+
+def _numbered(message: str, observation: Observation) -> str:
+    """The commands are the message's last lines but one."""
+    head, listed = f"{message}\n".partition("\nCommands:\n")[::2]
+    lines = [f"{number:2} {line}" for number, line in enumerate(listed.splitlines()[: len(observation.commands)], start=1)]
+    return "\n".join([f"{head}\nCommands:", *lines, *listed.splitlines()[len(lines) :]])
+
+
+def _chosen(reply: str, observation: Observation) -> str | None:
+    number = reply.strip()
+    is_one = number.isascii() and number.isdigit() and 1 <= int(number) <= len(observation.commands)
+    return observation.commands[int(number) - 1] if is_one else None
+
+
+def _without_question(text: str) -> str:
+    """TextWorld's interpreter asks what to do after a game's end; nobody waits for an answer."""
+    return "\n".join(line for line in text.split("\n") if not line.startswith("Would you like to RESTART"))

@@ -9,6 +9,7 @@ Writes OUT/episodes.jsonl (an episode a line), OUT/summary.json and OUT/play.log
 import argparse
 import asyncio
 import json
+import shutil
 import sys
 from contextlib import ExitStack
 from datetime import datetime
@@ -127,19 +128,21 @@ def _show_turns(record: Record, terminal: Terminal) -> None:
 
 def play_with_person(config: Config, games: list[str], args: argparse.Namespace) -> list[Record]:
     from accerl_mp.rollout.env import EnvError, find_env, game_name
-    from accerl_mp.tools.human import play_by_hand
+    from accerl_mp.tools.human import play_by_hand, wrapped
 
     open_env = find_env(args.env or config.games.env)
     max_turns = args.max_episode_steps or config.games.tw_max_episode_steps
     sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding has not every letter of a game
     records: list[Record] = []
+    num_episodes = args.episodes or len(games)
 
     def show(text: str) -> None:
-        print(plain(text))
+        print(wrapped(plain(text), shutil.get_terminal_size().columns) if sys.stdout.isatty() else plain(text))
 
     with (args.out / "episodes.jsonl").open("w", buffering=1) as file:
-        for number in range(args.episodes or len(games)):
+        for number in range(num_episodes):
             path = games[number % len(games)]
+            show(f"\nGame {number + 1} of {num_episodes}: {game_name(path)}")
             try:
                 env = open_env(path)
                 record = play_by_hand(env, number=number, seed=args.seed + number, max_turns=max_turns, ask=lambda: input("> "), show=show)
