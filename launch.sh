@@ -154,8 +154,8 @@ follow() {
     if [ ! -t 2 ] || [ "${TERM:-dumb}" = dumb ]; then return; fi
     while kill -0 "$pid" 2>/dev/null; do
         line=$(tail -c "+$from" "$log" | grep -v '^ *WARNING' | tail -n 1 | tr -cd '[:print:]')
-        # After this line pip says nothing for minutes.
-        names=$(tail -c "+$from" "$log" | grep -m 1 '^Installing collected packages: ')
+        # After this line pip says nothing for minutes. No grep -m: who ignores SIGPIPE (Python's children) would see an error.
+        names=$(tail -c "+$from" "$log" | grep '^Installing collected packages: ' | tail -n 1)
         if [ -n "$names" ]; then line="installing: $(num_installed "$since" "$(wc -w <<<"${names#*: }")") packages"; fi
         printf '\r\033[K%4d s  %s' $((SECONDS - began)) "${line:0:$(($(tput cols 2>/dev/null || echo 80) - 10))}" >&2
         sleep 0.5

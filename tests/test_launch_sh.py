@@ -84,19 +84,24 @@ def test_on_a_terminal_the_set_up_shows_what_pip_does_and_a_pipe_gets_nothing_of
 
 
 def test_the_seconds_of_a_set_up_go_on_and_what_pip_installs_is_counted(copy: Path) -> None:
-    """pip itself is silent from its list of packages on, for minutes; and a set-up calls it more than once."""
+    """pip itself is silent from its list of packages on, for minutes; and a set-up calls it more than once.
+
+    Where SIGPIPE is ignored, as a child of Python has it, no pipe may end before who writes to it.
+    """
     (copy / "pip.log").write_text("Installing collected packages: of, another, pip\nSuccessfully installed\n")
     site = copy / ".venv/lib/python3.11/site-packages"
     (site / "old-1.0.dist-info").mkdir(parents=True)
     os.utime(site / "old-1.0.dist-info", (1, 1))
     size = (copy / "pip.log").stat().st_size
-    pip = "echo 'Installing collected packages: a, b'; echo '  Attempting uninstall: a'; sleep 1.2; mkdir a-1.dist-info; sleep 1.2"
+    more = "head -c 400000 /dev/zero | tr '\\0' '\\n'; echo '  Attempting uninstall: a'"  # more than a pipe holds
+    pip = f"echo 'Installing collected packages: a, b'; {more}; sleep 1.2; mkdir a-1.dist-info; sleep 1.2"
     log = f"'{copy}/pip.log'"
-    code = f"venv='{copy}/.venv'; set_up_began=$((SECONDS - 100)); (cd '{site}'; {pip}) >>{log} & follow $! {log} {size}"
+    code = f"trap '' PIPE; venv='{copy}/.venv'; set_up_began=$((SECONDS - 100)); (cd '{site}'; {pip}) >>{log} & follow $! {log} {size}"
     shown = on_a_terminal(copy, code)
     assert re.search(r"10\d s  installing: 0 of 2 packages", shown), shown
     assert re.search(r"10\d s  installing: 1 of 2 packages", shown), shown
     assert "uninstall" not in shown
+    assert "Broken pipe" not in shown
 
 
 def on_a_terminal(root: Path, code: str) -> str:
@@ -345,7 +350,7 @@ def test_prepare_writes_the_run_folder(tmp_path: Path, model_and_games: list[str
     assert meta["eos_token"] == "<|im_end|>"
     assert (run_dir / "tokenizer/tokenizer.json").exists()
     said = done.stderr.splitlines()
-    assert (said[0], said[-1]) == ("launch.sh: looks at the model and the games", "launch.sh: starting the run in a run")
+    assert (said[0], said[-1]) == ("launch.sh: looks at the model's tokenizer and config", "launch.sh: starting the run in a run")
 
 
 @pytest.mark.parametrize("made_of_it", ["SystemExit", "ImportError", "nothing"])
@@ -425,19 +430,22 @@ def test_prepare_reports_all_problems_at_once_and_touches_nothing(tmp_path: Path
     template.write_text(chat_fixture.THINKING)
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run/args.json").write_text("{}")
-    words = ["--replay-bytes", str(10**12), "--log-level", "loud", "--chat-template", str(template), "--max-length", "10"]
+    words = ["--replay-bytes", str(10**12), "--log-level", "loud", "--chat-template", "none", "--max-length", "10"]
     done = prepare(tmp_path, *model_and_games, *words)
     assert done.returncode == 2
     for part in (
         "--replay-bytes",
         "/dev/shm has",
         "--log-level loud",
-        f"--chat-template {template}",
+        f"--chat-template {tmp_path / 'none'}",
         "--max-length 10",
         "already holds a run",
     ):
         assert part in done.stderr
     assert [path.name for path in (tmp_path / "a run").iterdir()] == ["args.json"]
+    done = prepare(tmp_path, *model_and_games, "--chat-template", str(template), "--log-dir", "another")
+    assert (done.returncode, "- " + f"--chat-template {template}: " in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "another").exists()
 
 
 DEMO = ["--model-path", str(ROOT / "accerl_mp/presets/demo_model"), "--tw-game-dir", "runs/demo_games/train"]
@@ -446,22 +454,24 @@ DEMO += ["--eval-game-dir", "runs/demo_games/heldout", "--placement", "cpu"]
 
 @pytest.mark.parametrize("is_half_made", [False, True])
 def test_what_cannot_work_is_said_before_the_demos_games_are_made(tmp_path: Path, is_half_made: bool) -> None:
-    """All of it at once, also what only the model's own files tell; nothing of games that are still to come."""
+    """All of it at once, then what only the model itself tells; nothing of games that are still to come."""
     if is_half_made:
         (tmp_path / "runs/demo_games/train").mkdir(parents=True)
     model = tmp_path / "model"
     shutil.copytree(ROOT / "accerl_mp/presets/demo_model", model)
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"vocab_size": 4}))
-    words = ["--batch-size", "0", "--replay-bytes", "1", "--tw-game-pattern", "../*", "--model-path", "model", "--resume", "nowhere"]
+    words = ["--batch-size", "0", "--replay-bytes", "1", "--tw-game-pattern", "../*", "--resume", "nowhere"]
     done = prepare(tmp_path, *DEMO, *words)
     assert done.returncode == 2
     said = [line.removeprefix("- ").split()[0].strip(":") for line in done.stderr.splitlines()[1:]]
-    expected = ["--batch-size", "--replay-bytes", "--model-path", "--resume"]
+    expected = ["--batch-size", "--replay-bytes", "--resume"]
     assert [flag for flag in said if flag in expected] == expected, done.stderr
     assert "--tw-game-pattern" in said, done.stderr
-    assert "its config only 4 tokens" in done.stderr
     assert not {"--tw-game-dir", "--eval-game-dir"} & set(said), done.stderr
+    done = prepare(tmp_path, *DEMO, "--model-path", "model")
+    assert done.returncode == 2
+    assert "its config only 4 tokens" in done.stderr
     assert list(tmp_path.rglob("*.z8")) == []
     assert list(tmp_path.rglob("args.json")) == []
 
@@ -500,11 +510,13 @@ def test_flags_without_a_model_and_games_are_told_the_demos_file(tmp_path: Path,
 def test_a_model_that_nobody_knows_is_refused_once_and_so_is_a_task(tmp_path: Path, model_and_games: list[str]) -> None:
     settings = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(settings | {"model_type": "nonsense9"}))
-    done = prepare(tmp_path, *model_and_games, "--env", "no_such_task:Env")
-    assert done.returncode == 2
-    assert done.stderr.count("nonsense9") == 1
-    assert "--env no_such_task:Env: module no_such_task cannot be imported" in done.stderr
-    assert len([line for line in done.stderr.splitlines() if line.startswith("- ")]) == 2
+    for words, said in (
+        ([], "nonsense9"),
+        (["--env", "no_such_task:Env"], "--env no_such_task:Env: module no_such_task cannot be imported"),
+    ):
+        done = prepare(tmp_path, *model_and_games, *words)
+        assert (done.returncode, done.stderr.count(said)) == (2, 1), done.stderr
+        assert len([line for line in done.stderr.splitlines() if line.startswith("- ")]) == 1
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path, model_and_games: list[str]) -> None:

@@ -19,7 +19,7 @@ import pytest
 from browser import dump_dom, needs_browser
 
 from accerl_mp.tools import report
-from accerl_mp.tools.report_charts import BOTTOM, HEIGHT, LEFT, MAX_POINTS, RIGHT, TOP, WIDTH, Chart, draw, shown, thinned
+from accerl_mp.tools.report_charts import BOTTOM, CHARTS, HEIGHT, LEFT, MAX_POINTS, RIGHT, TOP, WIDTH, Chart, draw, shown, thinned
 from accerl_mp.tools.report_episodes import as_data, chosen, fitting
 from accerl_mp.tools.run_folder import RunFolder
 from accerl_mp.tools.top import read_frame
@@ -224,6 +224,13 @@ def test_odd_curves_are_drawn_inside_the_picture(points: list[tuple[float, float
         assert drawn is not None
         assert all(LEFT <= x <= WIDTH - RIGHT and TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1 for x, y in places(drawn.html))
     assert draw(Chart("t", "", {}), 0, {"a": []}) is None
+
+
+def test_time_without_work_is_not_called_work(tmp_path: Path) -> None:
+    """In the report as in top."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "Time/rollout/work": 0.6, "Time/rollout/env": 0.2}\n')
+    chart = next(chart for chart in CHARTS if chart.title == "Time of the rollouts")
+    assert list(report.chart_series(RunFolder(tmp_path), chart)) == ["no work", "env"]
 
 
 def test_shares_stand_on_each_other_and_a_missing_phase_is_none() -> None:

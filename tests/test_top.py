@@ -35,9 +35,9 @@ from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE, STATES, HealthTable
 from accerl_mp.transport.ring import SharedRing
 
-ROOT = str(Path(__file__).parent.parent)
 STATUS = {
-    "step": 24, "version": 12, "round": 12, "wall_s": 3725.0, "win_rate": 0.61, "window_episodes": 1000.0, "invalid_action_rate": 0.034,
+    "step": 24, "version": 12, "round": 12, "wall_s": 3725.0, "win_rate": 0.61, "groups_alike": 0.5,
+    "window_episodes": 1000.0, "invalid_action_rate": 0.034,
     "policy_lag_mean": 1.2, "policy_lag_oldest_max": 3.0, "throughput": {"trained_tokens_per_s": 1036.4, "samples_per_s": 12.3},
     "shares": {"trainer": {"wait": 0.61, "compute": 0.35}, "rollout": {"reply": 0.9, "env": 0.05}},
     "bottleneck": "generation-bound: trainer waited 61 %; raise --infer-size or --max-policy-lag", "has_ended": False,
@@ -53,7 +53,7 @@ def process(name: str, **changes: Any) -> ProcessView:
 def frame(processes: list[ProcessView] | None = None, **changes: Any) -> Frame:
     given = {
         "run_dir": "runs/x", "live": Live(processes or []), "status": STATUS, "flags": {"max_steps": 100, "max_policy_lag": 8},
-        "series": {"TextWorld/WinRate": [i / 100 for i in range(90)], "GRPO/ZeroStdRate": [1.0, 0.2, 0.4, 0.6, 0.8]},
+        "series": {"TextWorld/WinRate": [i / 100 for i in range(90)]},
     }  # fmt: skip
     return Frame(**given | changes)
 
@@ -473,7 +473,7 @@ def test_it_waits_for_a_run_that_is_prepared_and_follows_the_next_one(run_dir: P
     with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", cwd=runs):
         terminal = Terminal(runs, NO_COLOR="1", cwd=runs)
         try:
-            terminal.read_until(b"one is being prepared: waits for it (Ctrl+C ends top)")
+            terminal.read_until(b"waits for it (Ctrl+C ends top)")
             show("first", age_s=7200)
         except BaseException:
             terminal.close()
@@ -492,7 +492,8 @@ def test_waiting_for_a_run_ends(tmp_path: Path, how: str) -> None:
     with a_launcher("accerl_mp.launcher.prepare", "--answer", "/tmp/x", "--", cwd=tmp_path) as pid:
         terminal = Terminal(tmp_path, NO_COLOR="1", cwd=tmp_path)
         try:
-            terminal.read_until(b"waits for it (Ctrl+C")
+            terminal.read_until(b"yet; one is being prepared")
+            terminal.read_until(b"waits for it (Ctrl+C ends top) 0:00:01")
             if how == "ctrl-c":
                 terminal.popen.send_signal(signal.SIGINT)
             else:

@@ -32,7 +32,7 @@ from accerl_mp.tools import report_charts
 from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.report_charts import CHARTS, Chart, Drawn, Series, shown
 from accerl_mp.tools.report_episodes import as_data, fitting
-from accerl_mp.tools.run_folder import NoRunError, Row, RunFolder, find_run
+from accerl_mp.tools.run_folder import PHASE_NAMES, NoRunError, Row, RunFolder, find_run
 from accerl_mp.tools.scores import wilson
 
 _PAGE = Path(__file__).parent / "page"
@@ -72,7 +72,7 @@ def chart_series(run: RunFolder, chart: Chart) -> Series:
         return {name: points for name, tag in chart.tags.items() if (points := run.series(tag))}
     prefix = next(iter(chart.tags.values()))
     tags = {tag for row in run.metrics() for tag in row if tag.startswith(prefix)}
-    found = {tag.removeprefix(prefix): run.series(tag) for tag in tags}
+    found = {PHASE_NAMES.get(phase := tag.removeprefix(prefix), phase): run.series(tag) for tag in tags}
     return dict(sorted(found.items(), key=lambda item: -math.fsum(value for _, value in item[1])))
 
 

@@ -15,6 +15,8 @@ from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE
 
 DEFAULT_RUNS = Path("runs/TextWorld_FSDP")
+PHASE_NAMES = {"work": "no work"}
+"""Phases of `Time/<role>/<phase>` whose name alone could be taken for its opposite, as they are shown."""
 
 Row = dict[str, Any]
 

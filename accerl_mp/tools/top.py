@@ -15,7 +15,7 @@ import termios
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from accerl_mp.tools import set_up  # noqa: F401
@@ -23,6 +23,7 @@ from accerl_mp.tools import set_up  # noqa: F401
 # isort: split
 from rich.console import Console
 from rich.live import Live as LiveDisplay
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from accerl_mp.tools.command_line import tool_parser
 from accerl_mp.tools.live import look, prepares_here
@@ -30,7 +31,7 @@ from accerl_mp.tools.run_folder import DEFAULT_RUNS, NoRunError, RunFolder, find
 from accerl_mp.tools.top_screen import Frame, Screen
 
 _LOOK_S = 0.5
-SHOWN = ("TextWorld/WinRate", "Train/TokensPerSec", "Infer/TokensPerSec", "Infer/RunningRequestsMean", "GRPO/ZeroStdRate")
+SHOWN = ("TextWorld/WinRate", "Train/TokensPerSec", "Infer/TokensPerSec", "Infer/RunningRequestsMean")
 
 
 def read_frame(run: RunFolder, *, is_interactive: bool = False) -> Frame:
@@ -82,19 +83,29 @@ def wait_for_run(folder: Path | None) -> RunFolder:
 
     waits for      the run that launch.sh prepares, as long as it does
     """
-    is_said, num_missed = False, 0
-    while True:
-        try:
-            return RunFolder(find_run(folder))
-        except NoRunError:
-            num_missed = 0 if prepares_here() else num_missed + 1
-            if num_missed > is_said:  # a second look, once it waits: preparing may have ended between the two of the first
-                raise
-            if not is_said:
-                where = folder or DEFAULT_RUNS
-                print(f"no run in {where} yet; one is being prepared: waits for it (Ctrl+C ends top)", file=sys.stderr, flush=True)
-                is_said = True
-        time.sleep(_LOOK_S)
+    most_missed, num_missed = 0, 0
+    with ExitStack() as stack:
+        while True:
+            try:
+                return RunFolder(find_run(folder))
+            except NoRunError:
+                num_missed = 0 if prepares_here() else num_missed + 1
+                if num_missed > most_missed:
+                    raise
+                if most_missed == 0:
+                    print(f"no run in {folder or DEFAULT_RUNS} yet; one is being prepared", file=sys.stderr, flush=True)
+                    stack.enter_context(_seconds("waits for it (Ctrl+C ends top)"))
+                most_missed = 1  # a second look, once it waits: preparing may have ended between the two of the first
+            time.sleep(_LOOK_S)
+
+
+@contextmanager
+def _seconds(what: str) -> Iterator[None]:
+    """A line that says what is waited for, and how long already."""
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        shown.add_task(what, total=None)
+        yield
 
 
 @contextmanager

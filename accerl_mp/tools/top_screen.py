@@ -9,13 +9,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from accerl_mp.stats.bottleneck import NUM_ROUNDS
 from accerl_mp.tools.live import Live, ProcessView
+from accerl_mp.tools.run_folder import PHASE_NAMES
 
 WAITS = {"wait", "reply", "work", "ack", "idle", "evaluation"}
 """Phases of `Time/<role>/<phase>` in which a process does nothing itself."""
-_SHOWN = {"work": "no work"}
-"""Phases whose name alone could be taken for its opposite."""
 STATE_STYLES = {
     "running": "green",
     **dict.fromkeys(("starting", "stopping"), "yellow"),
@@ -201,14 +199,14 @@ def _numbers(frame: Frame, width: int, can_draw: bool) -> list[RenderableType]:
 
 
 def _win_rate(frame: Frame, width: int, can_draw: bool, *, with_groups: bool) -> Text:
-    """With the share of groups whose episodes end alike, of the newest rounds that closed any: they hold no signal."""
+    """With the share of groups whose episodes end alike, as the bottleneck's sentence has it: they hold no signal."""
     if "win_rate" not in frame.status:
         return Text("")
     line = sparkline(frame.series.get("TextWorld/WinRate", ()), width, can_draw=can_draw)
     window = f"last {frame.status.get('window_episodes', 0):,.0f}"
     invalid = f"invalid {100 * frame.status.get('invalid_action_rate', 0):.1f} %"
-    newest = list(frame.series.get("GRPO/ZeroStdRate", ()))[-NUM_ROUNDS:]
-    alike = f"  {100 * statistics.mean(newest):.0f} % alike" if with_groups and newest else ""
+    share = frame.status.get("groups_alike")
+    alike = f"  {100 * share:.0f} % alike" if with_groups and share is not None else ""
     return Text.assemble((f"{frame.status['win_rate']:.2f} ", "bold"), (line, "green"), f"  {window}  {invalid}{alike}")
 
 
@@ -271,7 +269,7 @@ def _shares(shares: Mapping[str, float], can_draw: bool) -> Text:
     """Busy part of the bar first, then each phase that counts."""
     busy = sum(share for phase, share in shares.items() if phase not in WAITS)
     largest = sorted(shares.items(), key=lambda item: -item[1])
-    text = "  ".join(f"{_SHOWN.get(phase, phase)} {100 * share:.0f} %" for phase, share in largest if share >= 0.005)
+    text = "  ".join(f"{PHASE_NAMES.get(phase, phase)} {100 * share:.0f} %" for phase, share in largest if share >= 0.005)
     return Text.assemble((bar(busy, 12, can_draw=can_draw), "magenta"), f" {text}")
 
 
