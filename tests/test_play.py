@@ -376,7 +376,7 @@ evaluate.show({evaluate.Column(place, policy, 1.0, 6): records for place in rang
 """
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in on_terminal(code, columns=80, TERM="xterm").splitlines()]
     assert max(map(len, lines)) <= 80
-    assert sum(line.startswith("kind ") for line in lines) == 20
+    assert [line.count("1.00") for line in lines if line.startswith("kind ")] == [4] * 20
     assert [line.split()[0] for line in lines[-24:] if line.startswith("(")] == ["(1)", "(2)", "(3)", "(4)"]
     assert sum("win rate 1.00 [0.84, 1.00]" in line for line in lines[-24:]) == 4
 
