@@ -932,6 +932,22 @@ def test_a_stopped_run_has_the_round_that_its_trainer_closes_last(state: str, is
     assert len(lines_of(folder)) == expected
 
 
+def test_a_trainer_that_never_closes_its_round_holds_stats_for_its_limit_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def look(timeout_s: float) -> list[dict[str, Any]]:
+        looks.append(timeout_s)
+        assert len(looks) < 5000, "it waits on"
+        time.sleep(0.001)
+        return []
+
+    monkeypatch.setattr("accerl_mp.stats.__main__.TRAINER_LIMIT_S", 0.1)
+    collector, files = collector_in(tmp_path)
+    drain(SimpleNamespace(receive=look), collector, trainer_closes=lambda: True)
+    files.close()
+    assert looks
+
+
 # Cost
 
 
