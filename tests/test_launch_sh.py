@@ -560,6 +560,19 @@ def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
     assert ", of which rounds 0:00\n  with earlier starts 1:01 in rounds\n" in text, "it ended before its first round"
 
 
+def test_the_summary_of_a_run_that_stopped_before_anything_offers_nothing_to_look_at(tmp_path: Path) -> None:
+    for name in ("command.txt", "stop"):
+        (tmp_path / name).write_text("bash launch.sh\n")
+
+    def labels(status: dict[str, Any]) -> list[str]:
+        return [line.strip().partition("  ")[0] for line in success_lines(RunPaths(tmp_path), status)[2:]]
+
+    assert labels({}) == ["wall time", "run folder", "to begin anew"]
+    assert labels({"step": 1}) == ["wall time", "run folder", "report", "TensorBoard", "to go on"]
+    recovery.Start(state=str(tmp_path / "other/resume" / recovery.folder_name(3, 3))).save(RunPaths(tmp_path).resume)
+    assert labels({})[-1] == "to go on", "from another run's state"
+
+
 def test_the_summary_of_a_run_that_stopped_within_a_round_counts_the_steps_that_it_saved(tmp_path: Path) -> None:
     """status.json knows whole rounds only, and may be of a start whose last steps a crash has cost."""
     for name in ("command.txt", "stop"):
@@ -592,7 +605,7 @@ def test_the_commands_of_the_summary_can_be_typed_where_launch_sh_was(tmp_path: 
     def lines(*, called_from: Path, now_in: Path) -> list[str]:
         monkeypatch.setenv("ACCERL_CALLED_FROM", str(called_from))
         monkeypatch.chdir(now_in)
-        return [line.partition("  ")[2].strip().partition("  ")[2].strip() for line in success_lines(RunPaths(run), {})[-3:]]
+        return [line.partition("  ")[2].strip().partition("  ")[2].strip() for line in success_lines(RunPaths(run), {"step": 1})[-3:]]
 
     report, tensorboard, go_on = lines(called_from=ROOT, now_in=ROOT)
     assert report == f"{shlex.quote(sys.executable)} -m accerl_mp.tools.report '{run}'"

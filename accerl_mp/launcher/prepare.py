@@ -125,6 +125,8 @@ def _prepare(words: list[str]) -> Config:
     problems += misplaced(paths)
     if taken := taken_by_another(paths):  # instead of how to go on with it
         problems = [taken, *cli.without_those_of(["--log-dir"], problems)]
+    if config.run.resume and not unread + problems:
+        print("launch.sh: looks at the saved state", file=sys.stderr)  # all of it is read
     start, of_resume, warnings = plan_start(config)
     if problems := unread + cli.without_those_of(unread, problems + but_games_to_come(of_resume)):
         raise ConfigError(problems)

@@ -76,15 +76,17 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
         f"The run has {how}: {num_steps} optimizer steps, {num_pushes} weight push{'' if num_pushes == 1 else 'es'} after the first,"
         f" {status.get('episodes', 0):,} episodes",
     ]
-    lines += _evaluation(status)
+    lines += (evaluation := _evaluation(status))
+    is_empty = not (num_steps or evaluation) and _goes_on_from(paths) == "auto"
+    looking = [f"  report              {report_command(paths.run_dir)}", f"  TensorBoard         {tensorboard_command(paths.run_dir)}"]
+    label = "to begin anew" if is_empty else "to go on"
     return [
         *lines,
         f"  wall time           {_minutes(wall_s)}, of which rounds {_minutes(rounds_s)}",
         *before,
         f"  run folder          {paths.run_dir}",
-        f"  report              {report_command(paths.run_dir)}",
-        f"  TensorBoard         {tensorboard_command(paths.run_dir)}",
-        *([f"  to go on            {command}"] if paths.stop.exists() and (command := resume_command(paths)) else []),
+        *([] if is_empty else looking),
+        *([f"  {label:<20}{command}"] if paths.stop.exists() and (command := resume_command(paths)) else []),
     ]
 
 
