@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,9 +55,13 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return run.metrics()
 
 
+def ask(address: str, path: str) -> Any:
+    return json.loads(urllib.request.urlopen(f"{address}data/plugin/{path}", timeout=60).read())
+
+
 @contextmanager
 def tensorboard(folder: Path) -> Iterator[str]:
-    """Its address, while it serves the run folder."""
+    """Its address, while it serves the run folder, from when it has read all of it: it listens before, and a page would be empty."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder), "--port", "0", "--host", "127.0.0.1", "--load_fast=false"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as popen:
         try:
@@ -65,6 +70,8 @@ def tensorboard(folder: Path) -> Iterator[str]:
             for line in popen.stderr:
                 lines.append(line)
                 if found := re.search(r"http://127\.0\.0\.1:\d+/", line):
+                    while "Episodes/train" not in ask(found[0], "text/tags").get(".", {}):  # written last
+                        time.sleep(0.1)
                     yield found[0]
                     break
             else:
@@ -75,14 +82,10 @@ def tensorboard(folder: Path) -> Iterator[str]:
 
 def test_its_server_lists_everything_of_the_run(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     with tensorboard(tmp_path) as address:
-
-        def ask(path: str) -> Any:
-            return json.loads(urllib.request.urlopen(f"{address}data/plugin/{path}", timeout=60).read())
-
-        listed = {plugin: ask(f"{plugin}/tags")["."] for plugin in ("scalars", "histograms", "text")}
-        [episode] = ask("text/text?run=.&tag=Episodes%2Ftrain")
-        [flags] = ask("text/text?run=.&tag=run%2Fflags")
-        layout = ask("custom_scalars/layout")
+        listed = {plugin: ask(address, f"{plugin}/tags")["."] for plugin in ("scalars", "histograms", "text")}
+        [episode] = ask(address, "text/text?run=.&tag=Episodes%2Ftrain")
+        [flags] = ask(address, "text/text?run=.&tag=run%2Fflags")
+        layout = ask(address, "custom_scalars/layout")
     assert set(listed["scalars"]) == {tag for row in rows for tag in row} - set(HEAD)
     assert set(listed["histograms"]) == {"Replay/PolicyLagOldest"}
     assert set(listed["text"]) == {"run/flags", "Episodes/train"}
@@ -97,6 +100,6 @@ def test_a_browser_finds_the_curves_of_the_run(tmp_path: Path, rows: list[dict[s
         page = f"{address}?tagFilter=WinRate%7CKL%7CLag#timeseries"
         curves = Words(dump_dom(page, tmp_path / "profile", "--window-size=1400,4000"))
     expected = {tag for row in rows for tag in row if re.search("WinRate|KL|Lag", tag)} | {"Replay/PolicyLagOldest"}
-    assert {title for title in curves.titles if re.fullmatch(r"\w+/\w+", title)} == expected
+    assert {title for title in curves.titles if re.fullmatch(r"\w+/\w+", title)} == expected, [text for text in curves.texts if text][:40]
     last = [row for row in rows if "TextWorld/WinRate" in row][-1]
     assert f"{last['TextWorld/WinRate']:.4f}".rstrip("0") in curves.texts, "the newest value stands under its curve"
