@@ -574,5 +574,6 @@ def test_evaluate_compares_models_and_repeats_itself(games_dir: Path, tmp_path: 
     assert results[0]["all"] == results[2]["all"]
     assert results[0]["by_seed"]["1"] == results[0]["by_seed"]["2"]
     assert set(results[0]["by_kind_and_length"]) == {"textworld, 1 command", "textworld, 2 commands", "textworld, length unknown"}
-    table, _, by_kind = done.stdout.partition("win rate by kind and length")
+    by_kind, _, table = done.stdout.partition("95 % intervals in brackets")
+    assert by_kind.startswith("win rate by kind and length; (1) is the first model below")
     assert all(f"({number}) " in table and f"({number})" in by_kind for number in range(1, 5)), "columns are numbered as the rows"
