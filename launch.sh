@@ -43,7 +43,7 @@ TEXT
 placement_of() {
     local words=() word file_words placement=auto next=""
     for word in "$@"; do
-        if [[ $word == @* && -r ${word#@} ]]; then
+        if [[ $word == @* && -f ${word#@} && -r ${word#@} ]]; then # a FIFO would hold it here
             read -r -d '' -a file_words < <(sed 's/#.*//' "${word#@}")
             words+=(${file_words[@]+"${file_words[@]}"})
         else
@@ -221,7 +221,8 @@ leave() {
     [ "$stopped_by" = HUP ] && code=129
     trap '' PIPE # what reads this (`| tee`) may have ended by the same Ctrl+C: that costs words, not what was learned
     if [ -n "$run_dir" ]; then
-        touch "$run_dir/stop" || graceful_s=0
+        # Where it cannot be written (no inode left) the launcher tells the supervisor by a signal.
+        touch "$run_dir/stop" || kill -TERM "$child" 2>/dev/null
         say "ends the run ($stopped_by); once more to hurry"
         while alive && [ $((SECONDS - start)) -lt "$graceful_s" ]; do pause; done
     else

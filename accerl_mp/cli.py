@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from accerl_mp.config import GROUPS, Config, ConfigError
+from accerl_mp.files import read_text
 
 _KINDS = {int: "a whole number", float: "a number", str: "a text"}
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
@@ -147,7 +148,7 @@ def to_argv(config: Config) -> list[str]:
 
 def _read_flags(path: Path, environ: Mapping[str, str], problems: list[str]) -> list[str]:
     try:
-        text = path.read_text()
+        text = read_text(path)
         if "\0" in text:
             raise ValueError("it holds zero bytes")
         words = shlex.split(text, comments=True)

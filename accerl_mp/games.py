@@ -37,9 +37,12 @@ def list_eval_games(config: Config) -> list[Path]:
     return find_games(config.metrics.eval_game_dir, config.games.tw_game_pattern)
 
 
-def note_games(note: Path, config: Config) -> None:
-    """Write down a start's games (`RunPaths.games`): a game's id is its place in its list, whatever is deleted later. OSError: no room."""
-    lists = {"train": list_games(config), "eval": list_eval_games(config)}
+def note_games(note: Path, config: Config, train: list[Path] | None = None) -> None:
+    """Write down a start's games (`RunPaths.games`): a game's id is its place in its list, whatever is deleted later. OSError: no room.
+
+    train: the list that another start has begun with (`games_kept`); None: as the folder is now
+    """
+    lists = {"train": list_games(config) if train is None else train, "eval": list_eval_games(config)}
     write_atomically(note, json.dumps({kind: list(map(str, games)) for kind, games in lists.items()}) + "\n")
 
 
@@ -49,17 +52,48 @@ def games_of_run(note: Path, config: Config) -> tuple[list[Path], list[Path]]:
     GamesError as `find_games`.
     """
     try:
-        noted = json.loads(read_text(note))
-        lists = noted["train"], noted["eval"]
-        if all(isinstance(games, list) and all(isinstance(game, str) for game in games) for games in lists):
-            return [Path(game) for game in lists[0]], [Path(game) for game in lists[1]]
-        reason = "it is no list of games"
+        return _noted(note)
     except FileNotFoundError:  # a role that is started by hand, tests
         return list_games(config), list_eval_games(config)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
     _log.warning("%s cannot be read (%s): games are listed anew, their numbers may have changed", note, reason)
     return list_games(config), list_eval_games(config)
+
+
+def games_kept(note: Path, before: Config, config: Config) -> tuple[list[Path], list[Path]] | None:
+    """(training games by id, those of them that are gone) of a run that goes on, some of whose games may have been deleted meanwhile.
+
+    None where more than that has happened: none is left, there are others too, or other flags choose them. Their folder may have
+    moved. GamesError as `find_games`.
+
+    note, before: the list and the settings of the start that it was written for
+    """
+    if _choice(before) != _choice(config):
+        return None
+    try:
+        noted, folder = _noted(note)[0], Path(config.games.tw_game_dir)
+        listed = [folder / game.relative_to(before.games.tw_game_dir) for game in noted]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    there = set(find_games(config.games.tw_game_dir, config.games.tw_game_pattern))
+    gone = [game for game in listed if game not in there]
+    # Beyond a limit there were others all along.
+    has_others = config.games.tw_game_limit is None and not there <= set(listed)
+    return None if has_others or len(gone) == len(listed) else (listed, gone)
+
+
+def _choice(config: Config) -> tuple[object, ...]:
+    return config.games.tw_game_pattern, config.games.tw_game_limit, config.run.seed
+
+
+def _noted(note: Path) -> tuple[list[Path], list[Path]]:
+    """(training games, held-out games); OSError, ValueError, LookupError, TypeError or RecursionError where that cannot be read."""
+    noted = json.loads(read_text(note))
+    lists = noted["train"], noted["eval"]
+    if not all(isinstance(games, list) and all(isinstance(game, str) for game in games) for games in lists):
+        raise ValueError("it is no list of games")
+    return [Path(game) for game in lists[0]], [Path(game) for game in lists[1]]
 
 
 def find_games(folder: str, pattern: str) -> list[Path]:

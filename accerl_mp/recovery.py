@@ -27,8 +27,9 @@ from typing import Any
 
 from accerl_mp.config import Config
 from accerl_mp.files import open_file, read_file, read_text, write_over
-from accerl_mp.games import GamesError, games_of_run, list_games
+from accerl_mp.games import GamesError, games_kept, games_of_run, list_games
 from accerl_mp.state_fields import LARGEST_VERSION, are_strikes, is_count, wrong_field
+from accerl_mp.topology import RunPaths
 
 FORMAT = 2
 STATE_FILE, CURRENT, ANNOUNCED, START = "state.json", "current", "announced", "start.json"
@@ -223,32 +224,42 @@ def announce(resume_dir: Path, version: int) -> None:
         _log.warning("cannot note version %d: %s; a later start could use its number again", version, error)
 
 
-def identity(config: Config, games_note: Path | None = None) -> dict[str, str]:
+def identity(config: Config, games_note: Path | None = None, games: list[Path] | None = None) -> dict[str, str]:
     """{flag: what must be the same for a state to make sense}. Episodes, groups and games are numbered by these settings.
 
-    games_note: the run's list of its games; without it, as their folder is now
+    games_note, games: the note of the run's list of its games, or that list; without either, as their folder is now
     """
-    algorithm, games = config.algorithm, config.games
+    algorithm, chosen = config.algorithm, config.games
     model, names = "?", []
     with contextlib.suppress(OSError):
         model = _digest(read_file(Path(config.model.model_path) / "config.json"))
     with contextlib.suppress(OSError, GamesError):  # the checks say what is wrong with them
-        listed = games_of_run(games_note, config)[0] if games_note else list_games(config) if games.tw_game_dir else []
-        names = [path.name for path in listed]
+        if games is None:
+            games = games_of_run(games_note, config)[0] if games_note else list_games(config) if chosen.tw_game_dir else []
+        names = [path.name for path in games]
     return {
         "--model-path": f"{config.model.model_path} (config.json {model})",
         "--train-mode": config.model.train_mode,
         "--rl-algorithm": algorithm.rl_algorithm,
         "--grpo-group-size": "1" if algorithm.rl_algorithm == "ppo" else str(algorithm.grpo_group_size),
-        "--tw-game-dir": f"{games.tw_game_dir} ({len(names)} games {_digest(os.fsencode(chr(10).join(names)))})",
-        "--history-mode": games.history_mode,
+        "--tw-game-dir": f"{chosen.tw_game_dir} ({len(names)} games {_digest(os.fsencode(chr(10).join(names)))})",
+        "--history-mode": chosen.history_mode,
         "--seed": str(config.run.seed),
     }
 
 
-def disagreements(state: SavedState, config: Config) -> list[str]:
-    """Settings in which a state and this start differ although they must not, one sentence each."""
-    saved, now = state.content["identity"], identity(config)
+def games_of_state(state: SavedState, config: Config) -> tuple[list[Path], list[Path]] | None:
+    """`games.games_kept` of the run that has saved a state; also None where it cannot be asked any more."""
+    paths = RunPaths(state.folder.parent.parent)
+    try:
+        return games_kept(paths.games, Config.load(paths.args), config)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # a GamesError too: the checks say what is wrong
+        return None
+
+
+def disagreements(state: SavedState, config: Config, games: list[Path] | None = None) -> list[str]:
+    """Settings in which a state and this start differ although they must not, one sentence each. `games`: instead of the folder's."""
+    saved, now = state.content["identity"], identity(config, games=games)
     return [
         f"{flag} {now[flag]} differs from the saved state's {saved[flag]} ({state.folder}): "
         "its episodes and weights would mean something else"

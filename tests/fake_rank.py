@@ -16,6 +16,8 @@ from accerl_mp.transport.process import Process
 
 def main(process: Process) -> None:
     """Trains nothing until the test says so by a file."""
+    if os.environ.get("FAKE_IMPORTS"):  # torch on a machine that has no time for it
+        time.sleep(600)
     process.health.set_state("running")
     if trained := os.environ.get("FAKE_TRAINED"):
         for word, number in zip(("optimizer_step", "saved_step", "policy_version"), trained.split(), strict=True):
@@ -38,10 +40,13 @@ def roles() -> list[Role]:
 
 def _role(name: str, mode: str) -> Role:
     command = [sys.executable, "-c", f"from tests.fake_role import main, run_process; run_process({name!r}, main)"]
-    return Role(name, 1, command, lambda _index: dict(os.environ) | {"FAKE_MODE": mode}, stop_timeout_s=2, start_timeout_s=3)
+    limits = {"stop_timeout_s": 20, "start_timeout_s": 60} if mode == "hangs-in-its-start" else {"stop_timeout_s": 2, "start_timeout_s": 3}
+    return Role(name, 1, command, lambda _index: dict(os.environ) | {"FAKE_MODE": mode}, **limits)
 
 
 if __name__ == "__main__":
     run_dir = Path(sys.argv[sys.argv.index("--run-dir") + 1])
     rank = int(os.environ.get("RANK", "0"))
+    if rank > 0:
+        time.sleep(float(os.environ.get("FAKE_LATE_S", "0")))
     run_rank(run_dir, rank, fork_supervisor(run_dir, roles()) if rank == 0 else None, main)

@@ -28,6 +28,8 @@ def main(process: Process) -> None:
         os._exit(EXIT_GAME_HUNG)
     if mode == "breakpoint":
         breakpoint()
+    if mode == "hangs-in-its-start":
+        _stand_still()
     if mode != "never-ready":
         process.health.set_state("running")
     if mode == "crashes-in-a-game":

@@ -222,6 +222,27 @@ OTHERS = (
         "the exit code is not 0, the last line says which steps were not saved; older states stay",
         "test_resume_runs.py::test_a_run_that_ends_on_a_full_disk_is_no_success_and_says_what_it_could_not_save",
     ),
+    Cell(
+        "the disk",
+        "without an inode",
+        WORK,
+        "a stop reaches the run by a signal; what can be saved is",
+        "test_resume_runs.py::test_a_run_whose_stop_cannot_be_written_is_told_by_a_signal_and_saves_what_it_has",
+    ),
+    Cell(
+        "everything",
+        "asked to leave (SIGTERM)",
+        "while it starts",
+        "exit code 0 within seconds; nothing is left",
+        "test_resume_runs.py::test_a_run_that_is_asked_to_end_before_it_has_begun_ends_with_zero_and_leaves_nothing",
+    ),
+    Cell(
+        "games",
+        "some deleted between two starts",
+        REST,
+        "`--resume auto` names them and goes on; the others keep their numbers",
+        "test_resume_runs.py::test_a_run_that_has_lost_a_game_between_two_starts_goes_on_without_it",
+    ),
     *(
         Cell(who, event, WORK, outcome, f"test_deleted_games.py::{test}")
         for who, event, outcome, test in (

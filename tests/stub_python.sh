@@ -12,7 +12,7 @@ case $2 in
         ;;
     accerl_mp.launcher.torchrun)
         echo "$$" >"$here/torchrun.pid"
-        trap 'echo TERM >>"$here/calls"; exit 1' TERM
+        trap 'echo TERM >>"$here/calls"; if [ -e "$here/saves" ]; then sleep 1; exit 0; fi; exit 1' TERM
         while [ ! -e "$here/end" ]; do
             if [ -e "$here/run dir/stop" ] && [ ! -e "$here/deaf" ]; then exit 0; fi
             sleep 0.05

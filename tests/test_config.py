@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,18 @@ def test_missing_files_and_unset_variables_are_reported_together(tmp_path: Path)
         expand([f"@{tmp_path}/small.args", "@/no/such"], environ={})
     assert len(error.value.problems) == 3
     assert all(word in str(error.value) for word in ("$MODEL_PATH", "$GAMES", "/no/such"))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
+def test_a_file_of_flags_that_is_none_is_refused_in_words(tmp_path: Path, kind: str) -> None:
+    """A FIFO without a writer would hold the start for ever, before a word was said."""
+    path = tmp_path / "flags"
+    {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": os.mkdir}[kind](path)
+    with pytest.raises(ConfigError) as error:
+        parse([f"@{path}", "--seed", "x"], environ={})
+    problems = error.value.problems
+    assert [problem.split(" ")[0] for problem in problems] == [f"@{path}:", "--seed"]
+    assert problems[0].endswith(": its flags are missing")
 
 
 def test_a_missing_file_hides_no_flag_that_is_wrong(tmp_path: Path) -> None:

@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 from games_fixture import games_dir  # noqa: F401
 
+from accerl_mp import recovery
 from accerl_mp.config import Config
 from accerl_mp.games import games_of_run, list_games, note_games
+from accerl_mp.launcher.resuming import games_of, plan_start
 from accerl_mp.recovery import identity
+from accerl_mp.topology import RunPaths
 from tests.light_run import LightRun
+from tests.saved_states import save_state
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::Warning:jericho")]
 
@@ -84,6 +88,98 @@ def test_a_run_without_any_game_left_ends_with_that_sentence(start: Callable[...
     assert run.terminal().count("starts again") == is_killed, run.terminal()
     assert "ZeroDivisionError" not in run.log("ingest")
     assert run.left() == []
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Config:
+    """Of a run with five games and a saved state."""
+    folder, paths = tmp_path / "five", RunPaths(tmp_path / "run")
+    (folder / "below").mkdir(parents=True)
+    for name in ("a", "b", "c", "below/d", "below/a"):
+        (folder / f"{name}.z8").touch()
+    config = Config.from_flat({"tw_game_dir": str(folder), "log_dir": str(paths.run_dir), "resume": "auto"})
+    paths.run_dir.mkdir()
+    note_games(paths.games, config)
+    config.save(paths.args)
+    save_state(paths.resume, 4, config)
+    return config
+
+
+def test_a_run_goes_on_with_what_is_left_of_its_games_and_each_keeps_its_number(before: Config, tmp_path: Path) -> None:
+    games = list_games(before)
+    assert plan_start(before)[1:] == ([], [])
+    assert games_of(plan_start(before)[0], before) == games
+    games[1].unlink()
+    start, problems, warnings = plan_start(before)
+    assert (Path(start.state).name, problems) == (recovery.folder_name(4, 4), [])
+    name = games[1].relative_to(tmp_path / "five")
+    assert warnings == [
+        f"--tw-game-dir {tmp_path / 'five'}: 1 of this run's 5 games is gone ({name}): set aside when its turn comes, "
+        "the others keep their numbers"
+    ]
+    assert games_of(start, before) == games
+    (tmp_path / "five").rename(tmp_path / "moved")
+    moved = before.replace(tw_game_dir=str(tmp_path / "moved"))
+    assert plan_start(moved)[1] == []
+    assert games_of(start, moved) == [tmp_path / "moved" / game.relative_to(tmp_path / "five") for game in games]
+    for game in games[2:]:
+        (tmp_path / "moved" / game.relative_to(tmp_path / "five")).unlink()
+    assert "4 of this run's 5 games are gone" in plan_start(moved)[2][0]
+    assert " and 1 more)" in plan_start(moved)[2][0]
+
+
+def test_a_run_that_plays_some_of_a_folders_games_keeps_those_whichever_are_deleted(before: Config) -> None:
+    paths, limited = RunPaths(Path(before.metrics.log_dir)), before.replace(tw_game_limit=3)
+    everything = list_games(before)
+    for path in (paths.games, paths.args):
+        path.unlink()
+    note_games(paths.games, limited)
+    limited.save(paths.args)
+    save_state(paths.resume, 5, limited)
+    games = list_games(limited)
+    for gone in [game for game in everything if game not in games] + [games[0]]:
+        gone.unlink()
+        start, problems, _ = plan_start(limited)
+        assert (problems, games_of(start, limited)) == ([], games)
+
+
+def without(name: str) -> Callable[[Config, Path], Config]:
+    def take(config: Config, run_dir: Path) -> Config:
+        (run_dir / name).unlink()
+        return config
+
+    return take
+
+
+def with_another_game(config: Config, _: Path) -> Config:
+    (Path(config.games.tw_game_dir) / "e.z8").touch()
+    return config
+
+
+def with_the_list_of_another_run(config: Config, run_dir: Path) -> Config:
+    note_games(run_dir / "games.json", config)
+    return config
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without("games.json"),
+        without("args.json"),
+        with_another_game,
+        with_the_list_of_another_run,
+        lambda config, _: config.replace(tw_game_limit=3),
+        lambda config, _: config.replace(tw_game_pattern="*"),
+        lambda config, _: config.replace(seed=43),
+    ],
+)
+def test_a_folder_in_which_more_has_changed_is_refused_still(before: Config, change: Callable[[Config, Path], Config]) -> None:
+    """Or else an episode's number would mean another game."""
+    list_games(before)[1].unlink()
+    config = change(before, Path(before.metrics.log_dir))
+    problems = plan_start(config)[1]
+    assert [problem.split()[0] for problem in problems][:1] == ["--tw-game-dir"], problems
+    assert "differs from the saved state's" in problems[0]
 
 
 def test_a_list_of_games_is_what_it_was_and_a_damaged_one_costs_a_warning(games: Path, tmp_path: Path, caplog: Any) -> None:

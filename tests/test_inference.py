@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -26,6 +27,7 @@ from engine_fixture import (  # noqa: F401 (fixtures)
 )
 
 from accerl_mp.config import Config
+from accerl_mp.inference.engine import Engine
 from accerl_mp.inference.stops import find_stop_ids
 from accerl_mp.inference.versions import VersionLedger
 from accerl_mp.models.build import compute_dtype
@@ -223,3 +225,18 @@ def test_the_engine_leaves_its_core_to_others_while_it_waits(engine: InferenceRu
             worker.resume()
         assert client.receive()["id"] == number
     assert max(shares) < 1 / 3, shares
+
+
+def test_an_engine_that_ends_leaves_the_shared_memory_of_another_in_the_same_process() -> None:
+    """A tool and its tests may have two; both have their processes below the same one."""
+    code = (
+        "from multiprocessing.shared_memory import SharedMemory; m = SharedMemory(create=True, size=64); print(m.name, flush=True); input()"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    files = [Path("/dev/shm") / process.stdout.readline().strip() for process in processes]
+    first = Engine.__new__(Engine)
+    first._processes, first._llm = {processes[0].pid}, SimpleNamespace(shutdown=lambda timeout: None)
+    first.close()
+    assert [file.exists() for file in files] == [False, True]
+    for process in processes:
+        process.communicate("\n", timeout=30)

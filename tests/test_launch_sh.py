@@ -274,6 +274,21 @@ def test_a_signal_writes_the_stop_file_and_waits_for_the_run(stub: Path, number:
     assert calls(stub)[-1].endswith("--exit-code 0")
 
 
+def test_a_stop_that_cannot_be_written_reaches_the_run_by_a_signal_at_once(stub: Path) -> None:
+    """A link to nowhere stands for a disk without an inode. The run may still save elsewhere: it gets the same time as ever."""
+    (stub / "run dir").mkdir()
+    (stub / "run dir/stop").symlink_to("/nowhere/at/all")
+    (stub / "saves").touch()
+    run = start_stub(stub, "--seed", "1")
+    wait_until((stub / "torchrun.pid").exists)
+    run.send_signal(signal.SIGINT)
+    assert run.wait(20) == 0
+    run.stderr.close()
+    assert calls(stub).count("TERM") == 1
+    assert "KILL" not in calls(stub)
+    assert calls(stub)[-1].endswith("--exit-code 0")
+
+
 def test_ctrl_c_that_ends_the_reader_too_lets_the_run_save(stub: Path) -> None:
     """`bash launch.sh 2>&1 | tee log`: the terminal sends it to all of them, and tee may be the first to end."""
     run = start_stub(stub, "--seed", "1")
@@ -372,6 +387,20 @@ sys.exit(until_asked_to_end(work))
 """
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (143, b"")
+
+
+def test_a_link_in_the_tokenizers_place_is_replaced_and_what_it_leads_to_is_not_touched(tmp_path: Path) -> None:
+    made, elsewhere, place = tmp_path / "made", tmp_path / "elsewhere", tmp_path / "tokenizer"
+    for folder in (made, elsewhere):
+        folder.mkdir()
+        (folder / "meta.json").write_text(folder.name)
+    for lead_there in (place.symlink_to, shutil.copytree):
+        lead_there(*([elsewhere] if lead_there == place.symlink_to else [elsewhere, place]))
+        (place / "old").touch()
+        preparing._replace(place, made)
+        assert [path.name for path in place.iterdir()] == ["meta.json"]
+        assert ((place / "meta.json").read_text(), (elsewhere / "meta.json").read_text()) == ("made", "elsewhere")
+        shutil.rmtree(place)
 
 
 def test_preparing_that_is_stopped_leaves_no_temporary_folder(tmp_path: Path, model_and_games: list[str]) -> None:

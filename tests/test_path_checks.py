@@ -125,6 +125,22 @@ def test_what_this_user_may_not_see_is_its_flags_problem(good: dict[str, Any], s
     assert {problem.split()[0] for problem in problems} == {"--dtype", "--infer-top-p", option_of(field)}, problems
 
 
+@pytest.mark.parametrize("closed", [".", "logs", "resume"])
+def test_a_run_folder_that_this_user_may_not_look_into_is_refused_with_all_the_rest(
+    shut: Path, capsys: pytest.CaptureFixture[str], closed: str
+) -> None:
+    run = shut.parent / "run"
+    for folder in ("logs", "resume"):
+        (run / folder).mkdir(parents=True)
+    (run / closed).chmod(0o700)
+    words = ["--log-dir", str(run), "--dtype", "float16", "--model-path", str(shut), "--resume", "auto"]
+    os.setresuid(65534, 65534, 0)
+    code = prepare.main(["--answer", str(shut.parent / "answer"), "--", *words])
+    text = capsys.readouterr().err
+    assert code == 2, text
+    assert [flag for flag in ("--log-dir", "--dtype", "--model-path", "--tw-game-dir") if f"- {flag}" not in text] == [], text
+
+
 def test_weights_that_this_user_may_not_read_are_named(good: dict[str, Any], shut: Path) -> None:
     shutil.copytree(DEMO_MODEL, shut.parent / "model")
     (shut.parent / "model/model.safetensors").chmod(0o600)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -12,10 +13,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import time
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 from chat_fixture import build_tokenizer
 from games_fixture import games_dir  # noqa: F401
@@ -534,22 +537,44 @@ def test_vllm_leaves_none_of_its_own_files(num_workers: int, games_dir: Path, tm
 @pytest.mark.timeout(400)
 def test_a_process_that_vllm_has_just_spawned_does_not_outlive_a_killed_play(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
     """It is held where it begins, before it could ask the kernel to end it with its parent."""
-    running = start_play(games_dir, tmp_path, "nothing")
-    try:
-        end = time.monotonic() + 300
-        while not (spawned := [process for process in processes_of(running.pid) if "spawn_main" in command_of(process)]):
-            assert running.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        spawned[0].suspend()
-        time.sleep(0.5)  # until everything that it is to run lies in its pipe: else it ends by itself
-        running.kill()
-        running.communicate(timeout=60)
-        spawned[0].resume()
-        assert wait_until_gone(running.pid) == []
-    finally:
-        for process in processes_of(running.pid):
-            process.kill()
+    for attempt in range(5):
+        running = start_play(games_dir, tmp_path / str(attempt), "nothing")
+        try:
+            spawned = held_where_it_begins(running)
+            if spawned is not None:
+                running.kill()
+                running.communicate(timeout=60)
+                spawned.resume()
+                assert wait_until_gone(running.pid) == []
+                return
+        finally:
+            for process in processes_of(running.pid):
+                process.kill()
+            running.wait(60)
+            running.stdout.close()
+    pytest.fail("it was always found too late")
+
+
+def held_where_it_begins(running: subprocess.Popen) -> psutil.Process | None:
+    """vLLM's first spawned process, suspended, with all that it is to run in its pipe (else it ends by itself).
+
+    None: it has come too far. The kernel is asked by way of ctypes.
+    """
+    end = time.monotonic() + 100
+    while not (spawned := [process for process in processes_of(running.pid) if "spawn_main" in command_of(process)]):
+        assert running.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    spawned[0].suspend()
+    if any("_ctypes" in file.path for file in spawned[0].memory_maps()):
+        return None
+    pipe = re.search(r"pipe_handle=(\d+)", command_of(spawned[0]))
+    reader = os.open(f"/proc/{spawned[0].pid}/fd/{pipe[1]}", os.O_RDONLY | os.O_NONBLOCK)
+    while not int.from_bytes(fcntl.ioctl(reader, termios.FIONREAD, bytes(4)), "little"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.close(reader)
+    return spawned[0]
 
 
 def test_a_greedy_episode_counts_once_and_sampled_ones_each() -> None:

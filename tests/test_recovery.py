@@ -74,7 +74,8 @@ def test_training_goes_on_when_vllm_is_killed_while_the_trainer_waits_for_sample
     finally:
         if launched.poll() is None:
             launched.terminate()
-            launched.wait(90)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # launch.sh may take its 25 + 45 s, then the supervisor's 45
+                launched.wait(150)
         left = [name for name in os.listdir(temporary) if name.startswith(("accerl", "torchelastic", "vllm"))]
         shutil.rmtree(temporary)
     assert left == [], "what a killed vLLM and torchrun have made there goes with the run"

@@ -119,8 +119,8 @@ def test_a_run_that_was_killed_and_goes_on_has_the_bits_of_one_that_was_not(tmp_
 
 
 def _save(ranks: Ranks, folder: str) -> None:
-    """Three optimizer steps, a state after each; at the second, rank 1 can write no more than 4 KiB a file; at the third, the model's
-    folder cannot be read. Then a step without state."""
+    """Three optimizer steps, a state after each; at the second, rank 1 can write no more than 4 KiB a file, and then it is tried again;
+    at the third, the model's folder cannot be read. Then a step without state."""
     stepper, saver = _trainer(ranks, Path(folder))
     begun, settings = recovery.identity(saver._config), Path(folder) / "model/config.json"
     for step in range(3):
@@ -131,7 +131,8 @@ def _save(ranks: Ranks, folder: str) -> None:
         tensors = copied(tensors_of(stepper._model, stepper.optimizer), saver.mesh)
         if ranks.rank == 0 and step == 2:
             settings.rename(settings.with_name("gone"))
-        saver.start(Content(Progress(step=step + 1, version=step), tensors, RingCut.empty(), {"random": random_state(ranks.device)}))
+        progress, fields = Progress(step=step + 1, version=step), {"random": random_state(ranks.device)}
+        saver.start(Content(progress, tensors, RingCut.empty(), fields), is_last=step > 0)
         assert saver.finish(60)
         assert saver.saved_step == (1, 1, 3)[step], "training goes on, the older state stays, the next one is whole again"
         assert saver._health.board.get("saved_step") == (saver.saved_step if ranks.rank == 0 else 0), "what the supervisor goes by"
@@ -140,6 +141,13 @@ def _save(ranks: Ranks, folder: str) -> None:
             assert (state.step, damaged) == (saver.saved_step, [])
             assert state.content["identity"] == begun, "that of the run's start"
             assert not list((Path(folder) / "resume").glob(".*")), "what could not be written is taken away"
+        before = set(recovery.states_in(Path(folder) / "resume"))
+        ranks.sums([0])  # both have looked
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        saver.try_again()
+        new = [path.name for path in set(recovery.states_in(Path(folder) / "resume")) - before]
+        assert new == ([recovery.folder_name(2, 1)] if step == 1 else []), "what has failed, once there is room, and nothing twice"
+        assert saver.saved_step == step + 1
     if ranks.rank == 0:
         settings.with_name("gone").rename(settings)
     _describe(ranks, stepper, Path(folder) / "saved")

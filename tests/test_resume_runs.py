@@ -1,5 +1,6 @@
 """Whole runs (all but vLLM real: see fake_run.py) that are killed or lose a rank, and go on: no episode skipped or trained twice."""
 
+import contextlib
 import json
 import os
 import re
@@ -331,3 +332,69 @@ def test_a_run_that_is_asked_to_end_saves_everything_and_goes_on_with_one_rank(r
     run.start("--resume", "auto", "--fsdp-world-size", "1")
     assert run.wait() == 0, run.text
     assert [line["step"] for line in run.metrics if "Train/Loss" in line][-1] == NUM_STEPS
+
+
+@pytest.mark.slow
+def test_a_run_whose_stop_cannot_be_written_is_told_by_a_signal_and_saves_what_it_has(run: Launched) -> None:
+    """A link to nowhere stands for a disk without an inode; launch.sh then signals its launcher, and that the supervisor."""
+    run.start("--resume-every-rounds", "0")
+    run.wait_for(lambda: run.step >= 3)
+    run.paths.stop.symlink_to("/nowhere/at/all")
+    run.popen.send_signal(signal.SIGTERM)
+    assert run.wait() == 0, run.text
+    assert "the supervisor got SIGTERM" in run.text
+    assert recovery.SavedState.open(run.states[0]).step >= 3
+    assert leftovers(run.paths) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["torchrun starts", "the supervisor has begun", "ranks import"])
+@pytest.mark.parametrize("how", ["DIR/stop", "SIGTERM to all"])
+def test_a_run_that_is_asked_to_end_before_it_has_begun_ends_with_zero_and_leaves_nothing(run: Launched, moment: str, how: str) -> None:
+    run.start()
+
+    def has_come() -> bool:
+        if moment == "torchrun starts":
+            return bool(psutil.Process(run.popen.pid).children())
+        if not run.paths.health.exists():
+            return False
+        states = [row.state for row in HealthTable.attach(run.paths.health).snapshot() if row.name.startswith("trainer/")]
+        return moment == "the supervisor has begun" or states == ["starting", "starting"]
+
+    run.wait_for(has_come)
+    pids = [run.popen.pid, *(process.pid for process in psutil.Process(run.popen.pid).children(recursive=True))]
+    run.paths.stop.touch()
+    for pid in pids if how == "SIGTERM to all" else ():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    assert run.wait() == 0, run.text
+    assert "exits hard" not in run.text
+    assert run.states == []
+    assert leftovers(run.paths) == []
+    assert not [pid for pid in pids if _is_alive(pid)]
+
+
+@pytest.mark.slow
+def test_a_run_that_has_lost_a_game_between_two_starts_goes_on_without_it(run: Launched) -> None:
+    run.start("--max-steps", "10000")
+    run.wait_for(lambda: len(run.states) == 2)
+    run.kill_everything()
+    listed = json.loads(run.paths.games.read_text())["train"]
+    gone = Path(listed[1])
+    kept = [(path, path.read_bytes()) for path in (gone, gone.with_suffix(".json"))]
+    try:
+        for path, _ in kept:
+            path.unlink()
+        run.start("--max-steps", "10000", "--resume", "auto")
+        assert f"1 of this run's {len(listed)} games is gone ({gone.name})" in run.text
+        run.wait_for(lambda: f"game {gone} failed 3 times in a row and is set aside" in run.text)
+        step = run.step
+        run.wait_for(lambda: run.step > step)
+        run.paths.stop.touch()
+        assert run.wait() == 0, run.text
+    finally:
+        for path, content in kept:
+            path.write_bytes(content)
+    assert json.loads(run.paths.games.read_text())["train"] == listed
+    books = json.loads((run.paths.run_dir / "books.json").read_text())
+    assert (books["groups"]["imbalance"], books["samples"]["imbalance"]) == (0, 0)

@@ -11,6 +11,7 @@ import pytest
 from sample_factory import assert_same
 from trainer_cases import Rig, config_for, made_sample
 
+from accerl_mp import files, recovery
 from accerl_mp.ingest.balance import FlopsEstimate
 from accerl_mp.ingest.dealer import Dealer, Schedule
 from accerl_mp.ingest.restore import make_rings
@@ -18,7 +19,7 @@ from accerl_mp.ingest.strikes import StrikesFile
 from accerl_mp.recovery import SavedState, Start, low_water, state_text
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.ring import RingReader, RingWriter, SharedRing
-from accerl_mp.transport.saved_ring import cut_ring, pack_rank
+from accerl_mp.transport.saved_ring import cut_ring, pack_rank, rank_fields, unpack_rank
 from tests.saved_states import state_content
 
 CAPACITY = {"replay_capacity": 32, "replay_bytes": 4 << 20}
@@ -126,6 +127,25 @@ class Interrupted:
     @property
     def next_number(self) -> int:
         return self._rank.reader.next_number
+
+
+def test_a_rank_file_beyond_the_limit_of_texts_is_read_like_any_other(
+    two: list[Rank], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings hold gigabytes. What could be saved can be loaded."""
+    (tmp_path / "rank-0.msgpack").write_bytes(pack_rank({"random": b"x"}, cut_ring(two[0].reader).groups))
+    monkeypatch.setattr(files, "MOST_BYTES", 64)
+    with pytest.raises(OSError, match="File too large"):
+        files.read_text(tmp_path / "rank-0.msgpack")
+    assert rank_fields(tmp_path / "rank-0.msgpack") == {"random": b"x"}
+    fields, groups = unpack_rank(tmp_path / "rank-0.msgpack")
+    assert (fields, sum(len(group.samples) for group in groups)) == (
+        {"random": b"x"},
+        sum(len(g.samples) for g in cut_ring(two[0].reader).groups),
+    )
+    assert recovery.checksum(tmp_path / "rank-0.msgpack")
+    for rank in two:
+        rank.close()
 
 
 def test_a_group_that_is_committed_during_a_cut_is_dealt_again(two: list[Rank]) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from accerl_mp.transport.health import is_alive
@@ -45,7 +46,7 @@ def spawned(then: str = "") -> Iterator[tuple[subprocess.Popen, int]]:
     try:
         assert parent.stdout
         assert parent.stdout.readline() == "began\n"
-        pids += [int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]
+        pids += [child.pid for child in psutil.Process(parent.pid).children()]
         [child] = pids
         yield parent, child
     finally:

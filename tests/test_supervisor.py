@@ -20,6 +20,8 @@ from accerl_mp.launcher.supervisor import BY_HAND
 from accerl_mp.launcher.sweep import leftovers, sweep
 from accerl_mp.recovery import folder_name
 from accerl_mp.topology import RunPaths
+from accerl_mp.trainer.saving import was_asked_to_end
+from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import PeerLost
 from accerl_mp.transport.health import FAILURE_FILE, HealthTable
 
@@ -269,6 +271,52 @@ def test_a_stop_file_ends_the_run_with_exit_code_zero_even_if_a_role_is_deaf(sta
     run.assert_nothing_left()
 
 
+def test_a_stop_while_ranks_and_roles_still_start_does_not_wait_for_them(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports, vLLM: whatever holds their main threads, there is nothing to save yet."""
+    monkeypatch.setenv("FAKE_IMPORTS", "yes")
+    run = start("stats:run,rollout:hangs-in-its-start", world_size=2)
+    table = run.table()
+    run.wait_until(lambda: all(row.state in ("starting", "running") for row in table.snapshot()))
+    table.close()
+    run.touch("stop")
+    assert run.codes(15) == [0, 0], run.log()
+    assert run.paths.ended.exists()
+    assert "stopped; all processes ended within" in run.terminal()
+    for role, index in (("trainer", 0), ("trainer", 1), ("rollout", 0)):
+        assert "was asked to stop while it started: leaves" in run.paths.log(role, index).read_text()
+    run.assert_nothing_left()
+
+
+def test_a_rank_that_comes_after_the_stop_is_waited_for_and_leaves_at_once(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it waits for a table that has been taken away, while the supervisor says that all processes have ended."""
+    monkeypatch.setenv("FAKE_LATE_S", "3")
+    run = start("stats:run", world_size=2)
+    run.wait_running("stats/0", "trainer/0")
+    run.touch("stop")
+    assert run.codes(15) == [0, 0], run.log()
+    assert "trainer/1 was asked to stop" in run.paths.log("trainer", 1).read_text()
+    terminal = run.terminal()
+    assert terminal.index("waits for trainer/1 to leave") < terminal.index("stopped; all processes ended within")
+    assert run.paths.ended.exists()
+    run.assert_nothing_left()
+
+
+def test_an_end_that_does_not_wait_for_the_ranks_does_not_say_that_all_have_ended(start: Callable[..., Run]) -> None:
+    run = start("rollout:run", world_size=2, max_restarts=0)
+    pids = run.wait_running("rollout/0", "trainer/0", "trainer/1")
+    os.kill(pids["trainer/1"], signal.SIGSTOP)
+    os.kill(pids["rollout/0"], signal.SIGKILL)
+    run.wait_until(lambda: "failed; all processes but" in run.log())
+    assert "trainer/1 ended within" in run.log()
+    os.kill(pids["trainer/1"], signal.SIGCONT)
+    assert run.codes() == [1, 1]
+    run.assert_nothing_left()
+
+
 @pytest.mark.parametrize(
     ("end", "trained", "said"),
     [
@@ -343,14 +391,30 @@ def test_the_death_of_launch_sh_ends_the_run(start: Callable[..., Run], monkeypa
     run.assert_nothing_left()
 
 
-def test_a_signal_to_the_supervisor_alone_is_a_stop_too(start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_signal_to_the_supervisor_alone_is_a_stop_too(start: Callable[..., Run], has_room: bool) -> None:
+    """Also where DIR/stop cannot be written: a disk without an inode."""
     run = start("rollout:run")
     pids = run.wait_running("supervisor/0", "rollout/0", "trainer/0")
+    board = Board.attach(run.paths.board)
+    if not has_room:
+        run.paths.stop.symlink_to("/nowhere/at/all")
     os.kill(pids["supervisor/0"], signal.SIGTERM)
     assert run.codes() == [0]
     assert "the supervisor got SIGTERM" in run.terminal()
-    assert run.paths.stop.exists(), "ranks would take it for a failure and save nothing"
+    assert run.paths.stop.exists() == has_room
+    assert was_asked_to_end(run.paths, board), "ranks would take it for a failure and save nothing"
     run.assert_nothing_left()
+
+
+def test_what_a_living_torchrun_has_is_left_to_it_by_its_ranks(tmp_path: Path) -> None:
+    """Its temporary folder: a later temporary file in it would be an error, and an exit code, of its own."""
+    paths = RunPaths(tmp_path)
+    paths.torchrun.mkdir()
+    sweep(paths)  # as the supervisor does when it begins, and when it ends
+    assert paths.torchrun.exists()
+    summary.wait_until_over(paths)  # as the launcher and launch.sh do after torchrun has ended
+    assert not paths.torchrun.exists()
 
 
 def test_what_a_killed_run_left_is_swept_by_the_next_start(start: Callable[..., Run]) -> None:

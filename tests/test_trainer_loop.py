@@ -378,6 +378,17 @@ def test_a_round_whose_push_begins_when_the_run_is_stopped_is_in_the_curves(make
     _train_and_stop(make_run, _rank_stopped_at_its_start)
 
 
+def test_a_last_round_that_is_shorter_is_closed_by_a_stop_too(make_run: Any) -> None:
+    """Of --max-steps that is no multiple of a round: its steps are in no other round's sums."""
+    run = make_run(max_steps=3, resume_every_rounds=0, verify_sync=0)
+    run.paths.stop.touch()
+    run.train(_rank_stopped_at_its_start)
+    assert [(record["round"], record["step"]) for record in run.rounds()] == [(1, 2), (2, 3)]
+    saved, _ = recovery.newest_whole(run.paths.resume)
+    assert saved is not None
+    assert (saved.step, saved.content["trainer"]["round"]) == (3, 2)
+
+
 @pytest.mark.slow
 def test_a_round_that_was_trained_before_a_stop_is_counted_once(make_run: Any) -> None:
     """Its push, and the evaluation after it, are the next start's first."""

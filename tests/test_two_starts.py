@@ -20,6 +20,8 @@ from accerl_mp.launcher import prepare, torchrun
 from accerl_mp.launcher.claim import LAUNCH_PID, claim, is_preparing, taken_by_another
 from accerl_mp.launcher.sweep import lock
 from accerl_mp.topology import RunPaths
+from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.health import FAILURE_FILE
 from tests import chat_fixture
 from tests.live_run import LiveRun
 
@@ -160,6 +162,35 @@ def test_a_launcher_without_the_folder_starts_no_rank(
     monkeypatch.setattr(torchrun, "_start_torchrun", lambda *_: pytest.fail("ranks would attach to the first run's rings"))
     assert torchrun.Launcher(paths, []).run() == 2
     assert f"launch.sh: the run is not started: --log-dir {paths.run_dir}: another run has" in capfd.readouterr().err
+
+
+def test_a_launcher_that_was_left_behind_writes_nothing_into_a_folder_that_another_start_has(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its launch.sh was killed; a rank dies, and the run would be started again: from what, is written down for all to read."""
+    Config().save(paths.args)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # it would take pytest's own
+    with a_launch_sh() as first, a_launch_sh() as second:
+        monkeypatch.setenv(LAUNCH_PID, str(first))
+        claim(paths, is_preparing=True)
+        launcher, before, lock_file = torchrun.Launcher(paths, []), {}, str(paths.run_dir / "lock")
+
+        def lose_a_rank(*_: object) -> int:
+            PeerLost("trainer/0", -9, "trainer-0.log").save(paths.run_dir / FAILURE_FILE)
+            os.kill(first, signal.SIGKILL)
+            os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+            monkeypatch.setenv(LAUNCH_PID, str(second))
+            monkeypatch.setattr(claims, "_lives", lambda process: process[0] == second)
+            assert claim(paths, is_preparing=False) == ""
+            monkeypatch.setenv(LAUNCH_PID, str(first))
+            before.update(contents(paths.run_dir))
+            before.pop(lock_file)
+            return os.posix_spawn("/bin/false", ["false"], {})
+
+        monkeypatch.setattr(torchrun, "_start_torchrun", lose_a_rank)
+        assert launcher.run() == 1
+    assert f"the run is not started: --log-dir {paths.run_dir}: another run has this folder" in capfd.readouterr().err
+    assert {name: noted for name, noted in contents(paths.run_dir).items() if name != lock_file} == before
 
 
 @pytest.mark.slow

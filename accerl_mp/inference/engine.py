@@ -59,6 +59,8 @@ class Engine:
         self.num_workers = num_workers
         self.max_model_len = max_model_len
         self.has_whole_graphs = has_whole_graphs
+        self._processes: set[int] = set()
+        """Pids of vLLM's processes."""
         self._outputs = OutputOrder(llm)
         self.vocab_size = llm.model_config.get_vocab_size()
         self._numbers = itertools.count()
@@ -77,14 +79,16 @@ class Engine:
         if warning := warning_of(vllm.__version__):
             _log.warning(warning)
         spawns()
-        start = time.monotonic()
+        start, others = time.monotonic(), set(descendants())
         arguments = engine_arguments(config, replica) | {"load_format": load_format}
         if not whole_graphs:
             arguments = {name: value for name, value in arguments.items() if name not in WHOLE}
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         _log.info("vLLM %s is ready after %.1f s", vllm.__version__, time.monotonic() - start)
         shape = {"num_workers": config.inference.infer_tp_size, "max_model_len": arguments["max_model_len"]}
-        return cls(llm, stop_ids, **shape, has_whole_graphs="compilation_config" in arguments)
+        engine = cls(llm, stop_ids, **shape, has_whole_graphs="compilation_config" in arguments)
+        engine._processes = set(descendants()) - others  # those of an engine that this process has beside it are not this one's
+        return engine
 
     async def generate(
         self,
@@ -172,7 +176,7 @@ class Engine:
 
     def close(self) -> None:
         """End vLLM's processes: asked first, then killed. What its CPU workers share goes too: vLLM leaves that where it kills them."""
-        shared = mapped(descendants())
+        shared = mapped(self._processes & set(descendants()))
         self._llm.shutdown(timeout=_STOP_S)
         remove(shared)
 

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from accerl_mp.launcher.roles import Role
 from accerl_mp.topology import RunPaths
@@ -76,6 +78,17 @@ def become_subreaper(parent_pid: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_pid:
         send(os.getpid(), signal.SIGTERM)
+
+
+def wake_on_signals(handler: Callable[[int, FrameType | None], None]) -> int:
+    """A file descriptor that becomes readable at SIGCHLD, SIGTERM and SIGINT: no signal is missed between two looks."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+    return reader
 
 
 def reap() -> dict[int, int]:

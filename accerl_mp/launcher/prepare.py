@@ -21,7 +21,7 @@ from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
 from accerl_mp.games import note_games
 from accerl_mp.launcher.claim import claim, taken_by_another
 from accerl_mp.launcher.reached import Reached
-from accerl_mp.launcher.resuming import plan_start, run_folder_of
+from accerl_mp.launcher.resuming import games_of, plan_start, run_folder_of
 from accerl_mp.launcher.run_folder_check import misplaced
 from accerl_mp.launcher.sweep import sweep
 from accerl_mp.recovery import Start
@@ -145,8 +145,7 @@ def _prepare(words: list[str]) -> Config:
             print("\n".join(f"launch.sh: {line}" for line in plan.lines()), file=sys.stderr)
             config = config.replace(kv_cache_gib=config.inference.kv_cache_gib or plan.kv_cache_bytes / 2**30)
         _make_run_folder(paths, config, words, start)
-        shutil.rmtree(paths.tokenizer, ignore_errors=True)
-        shutil.copytree(folder, paths.tokenizer)
+        _replace(paths.tokenizer, Path(folder))
     print("\n".join(f"launch.sh: {line}" for line in beginning(start, paths)), file=sys.stderr)
     return config
 
@@ -246,16 +245,25 @@ def _make_run_folder(paths: RunPaths, config: Config, words: list[str], start: S
     if taken := claim(paths, is_preparing=True):
         raise ConfigError([taken])
     sweep(paths)
+    shutil.rmtree(paths.torchrun, ignore_errors=True)  # of a launcher that was killed
     for note in (paths.stop, paths.ended):
         note.unlink(missing_ok=True)
     (paths.run_dir / "logs").mkdir(exist_ok=True)
     with (paths.run_dir / "command.txt").open("a", errors="surrogateescape") as file:  # paths need not be UTF-8
         file.write(shlex.join(["bash", "launch.sh", *words]) + "\n")
     (paths.run_dir / "versions.json").write_text(json.dumps(_stack(), indent=2) + "\n")
-    note_games(paths.games, config)
+    note_games(paths.games, config, games_of(start, config))
     config.save(paths.args)
     start.save(paths.resume)
     Reached().save(paths.reached)
+
+
+def _replace(place: Path, folder: Path) -> None:
+    """A copy of `folder` at `place`. A link there goes, not what it leads to: that is somebody else's."""
+    if place.is_symlink():
+        place.unlink()
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(folder, place)
 
 
 def _stack() -> dict[str, str]:

@@ -30,11 +30,15 @@ def run_rank(run_dir: Path, rank: int, supervisor_pid: int | None, main: Callabl
     """Exits with the rank's code. Rank 0 leaves last, so that nothing is left when torchrun returns."""
     paths = RunPaths(run_dir)
     _prepare(paths, rank)
-    try:
-        run_process("trainer", main, ["--run-dir", str(run_dir), "--index", str(rank)])
-    except SystemExit as end:
+
+    def leave(code: int) -> NoReturn:
         failed = supervisor_pid is not None and _wait_for_supervisor(paths, supervisor_pid) != 0
-        exit_now(int(end.code or failed))
+        exit_now(int(code or failed))
+
+    try:
+        run_process("trainer", main, ["--run-dir", str(run_dir), "--index", str(rank)], leave=leave)
+    except SystemExit as end:
+        leave(int(end.code or 0))
 
 
 def _prepare(paths: RunPaths, rank: int) -> None:

@@ -9,12 +9,15 @@ from accerl_mp.recovery import (
     StateError,
     damaged_notes,
     disagreements,
+    games_of_state,
     newest_whole,
     resume_dir_of,
     start_from,
     states_in,
 )
 from accerl_mp.topology import RunPaths
+
+_MOST_NAMES = 3
 
 
 def run_folder_of(resume: str) -> str | None:
@@ -36,8 +39,28 @@ def plan_start(config: Config) -> tuple[Start, list[str], list[str]]:
     warnings = [f"{text}: it is left out" for text in damaged + damaged_notes(folder)]
     if state is None:
         warnings.append(f"--resume auto: there is no saved state in {folder}: the run begins anew")
-    problems = [] if state is None else disagreements(state, config)
-    return start_from(state, own), problems, warnings
+    if state is None:
+        return start_from(state, own), [], warnings
+    games, gone = games_of_state(state, config) or (None, [])
+    if games and gone:
+        warnings.append(_gone(games, gone, config))
+    return start_from(state, own), disagreements(state, config, games), warnings
+
+
+def games_of(start: Start, config: Config) -> list[Path] | None:
+    """Training games by id, as the state's run began with them, though some of them may be gone; None: those of the folder."""
+    state = start.saved
+    kept = games_of_state(state, config) if state else None
+    return kept[0] if kept else None
+
+
+def _gone(games: list[Path], gone: list[Path], config: Config) -> str:
+    names = ", ".join(str(game.relative_to(config.games.tw_game_dir)) for game in gone[:_MOST_NAMES])
+    others = f" and {len(gone) - _MOST_NAMES} more" if len(gone) > _MOST_NAMES else ""
+    return (
+        f"--tw-game-dir {config.games.tw_game_dir}: {len(gone)} of this run's {len(games)} games {'is' if len(gone) == 1 else 'are'} gone"
+        f" ({names}{others}): set aside when {'its' if len(gone) == 1 else 'their'} turn comes, the others keep their numbers"
+    )
 
 
 def plan_restart(paths: RunPaths, *, num_restarts: int) -> tuple[Start, list[str]]:

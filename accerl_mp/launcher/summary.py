@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import os
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,7 @@ def wait_until_over(paths: RunPaths) -> None:
         time.sleep(0.1)
     with held:
         sweep(paths)
+        shutil.rmtree(paths.torchrun, ignore_errors=True)
 
 
 def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
@@ -71,6 +73,14 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     # A start that went on from an older state and was stopped before its first step has that state's.
     num_steps = reached.step or newest_step(paths.resume) or status.get("step", 0)
     num_pushes = max(status.get("version", 0), reached.version)
+    if num_steps == 0 and paths.stop.exists():
+        return [
+            "",
+            "The run was stopped on request before its first optimizer step: there was nothing to save",
+            f"  wall time           {_minutes(wall_s)}",
+            f"  run folder          {paths.run_dir}",
+            *([f"  to begin again      {command}"] if (command := resume_command(paths)) else []),
+        ]
     lines = [
         "",
         f"The run has {how}: {num_steps} optimizer steps, {num_pushes} weight push{'' if num_pushes == 1 else 'es'} after the first,"
@@ -92,7 +102,7 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
 
 def unsaved_lines(paths: RunPaths, reached: Reached) -> list[str]:
     """What is lost, where the last state could not be saved; the exit code is not 0 then."""
-    if (saved := newest_step(paths.resume)) >= reached.step:
+    if (saved := newest_step(paths.resume)) >= reached.step or reached.is_saved:
         return []
     why = f"the state at step {reached.step} was not written (why: {paths.log('trainer', 0)})"
     if not saved:

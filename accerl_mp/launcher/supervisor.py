@@ -22,6 +22,7 @@ from accerl_mp.launcher.causes import describe, first_failure, last_lines, note,
 from accerl_mp.launcher.children import Child
 from accerl_mp.launcher.claim import LAUNCH_PID
 from accerl_mp.launcher.environment import gpu_plan
+from accerl_mp.launcher.leaving import none_was_cut_short, ranks_of, still_there, who_has_left
 from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.roles import Role, build_roles, table_names
 from accerl_mp.launcher.status_line import StatusLine
@@ -44,6 +45,7 @@ _MAX_DEATHS_AT_ONCE = 3
 _MAX_BACK_OFF_S = 10.0
 _ORPHAN_SCAN_S = 5.0
 _RANKS_LEAVE_S = 25.0
+_SAID_AFTER_S = 2.0
 _FAST_STOP_S = 3.0
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 """Exit codes of somebody else's doing; any other end in the middle of an env step is the game's interpreter's."""
@@ -100,7 +102,7 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit code: 0 if the run finished or was stopped and what it has learned is saved, else 1."""
         children.become_subreaper(self._parent_pid)
-        self._wakeup = _wake_on_signals(self._on_signal)
+        self._wakeup = children.wake_on_signals(self._on_signal)
         self._redirect()
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)  # it is in the health table, so it gets SIGUSR1
         log.setup(self._paths, "supervisor", 0, self._config.metrics.log_level)
@@ -166,7 +168,7 @@ class Supervisor:
 
     def _look_around(self) -> End | None:
         """Whether somebody outside the roles ends the run."""
-        ranks = [row for row in self._table.snapshot() if row.name.startswith("trainer/")]
+        ranks = ranks_of(self._table)
         if lost := first_failure(ranks, self._paths):
             return End("failed", lost)
         if os.getppid() != self._parent_pid:
@@ -285,7 +287,8 @@ class Supervisor:
         elif end.reason in ("stopped", "orphaned"):
             _log.info("ends the run: %s", end.detail)
             if end.reason == "stopped":
-                with without_disk("ranks take it for a failure and save no last state"):
+                self._board.set("asked_to_end", 1)
+                with without_disk("who looks for DIR/stop does not see that the run was asked to end"):
                     self._paths.stop.touch()
             self._board.set("stop", 1)
         fast = end.reason in ("failed", "orphaned")
@@ -302,7 +305,7 @@ class Supervisor:
         if not fast:
             self._board.set("stop", 1)  # what a person has started got no signal
         sweep(self._paths)
-        _log.info("%s; all processes ended within %.1f s", end.reason, time.monotonic() - start)
+        _log.info("%s; %s ended within %.1f s", end.reason, who_has_left(self._table), time.monotonic() - start)
         self._health.set_state("failed" if fast else "ended")
 
     def _report(self, lost: PeerLost) -> None:
@@ -354,16 +357,24 @@ class Supervisor:
         children.reap()
 
     def _wait_for_ranks(self) -> bool:
-        """Ranks have left, or their parent has: the table must stay until then, since they wait with it. Whether all left in order."""
-        deadline = time.monotonic() + _RANKS_LEAVE_S
-        while os.getppid() == self._parent_pid and time.monotonic() < deadline:
-            ranks = [row for row in self._table.snapshot() if row.name.startswith("trainer/")]
-            if all(row.state in ("none", "ended", "failed") or not is_alive(row.pid) for row in ranks):
-                return all(row.state in ("none", "ended") for row in ranks)
+        """The table must stay until they have left, since they wait with it. Whether none of them was cut short.
+
+        waits for      all ranks, at most 25 s (10 s for one that never came to the table)
+        a dead parent  (rank 0) ends the wait: torchrun takes the others along
+        """
+        start, say_after_s = time.monotonic(), _SAID_AFTER_S
+        while names := still_there(self._table, waited_s=(waited_s := time.monotonic() - start)):
+            if os.getppid() != self._parent_pid:
+                break
+            if waited_s > _RANKS_LEAVE_S:
+                _log.warning("%s did not leave within %.0f s", ", ".join(names), _RANKS_LEAVE_S)
+                return False
+            if waited_s > say_after_s:
+                say_after_s = _RANKS_LEAVE_S
+                _log.info("waits for %s to leave", ", ".join(names))
             self._health.beat()
             self._sleep()
-        _log.warning("trainer ranks did not leave within %.0f s", _RANKS_LEAVE_S)
-        return False
+        return none_was_cut_short(self._table)
 
     def _sleep(self) -> None:
         """Until a signal comes (a child died, SIGTERM), at most one turn."""
@@ -386,14 +397,3 @@ class Supervisor:
     def _lost(self, name: str, exit_code: int | None, detail: str) -> PeerLost:
         role, _, index = name.partition("/")
         return PeerLost(name, exit_code, str(self._paths.log(role, int(index))), detail)
-
-
-def _wake_on_signals(handler: object) -> int:
-    """A file descriptor that becomes readable at SIGCHLD, SIGTERM and SIGINT: no signal is missed between two looks."""
-    reader, writer = os.pipe()
-    os.set_blocking(reader, False)
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)  # type: ignore[arg-type]
-    return reader

@@ -30,7 +30,6 @@ def sweep(paths: RunPaths) -> list[Path]:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    shutil.rmtree(paths.torchrun, ignore_errors=True)  # of a launcher that was killed; a living torchrun reads nothing there
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         (paths.run_dir / _FOREIGN).unlink()
     return found

@@ -19,13 +19,16 @@ import time
 from pathlib import Path
 
 from accerl_mp.config import Config
+from accerl_mp.launcher.children import send
 from accerl_mp.launcher.claim import claim
+from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.resuming import plan_restart
 from accerl_mp.launcher.summary import wait_until_over
 from accerl_mp.recovery import StateError, announced_in
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import NOT_TRIED_AGAIN, PeerLost
-from accerl_mp.transport.health import FAILURE_FILE
+from accerl_mp.transport.health import FAILURE_FILE, HealthTable, is_alive
+from accerl_mp.transport.shared_files import descendants
 
 _PR_SET_PDEATHSIG = 1
 _TURN_S = 0.1
@@ -46,7 +49,8 @@ class Launcher:
     """Starts torchrun, and again while that may help.
 
     waits for      torchrun, without a limit: it is the run
-    at the end     launch.sh's signals reach torchrun too (one process group); after one nothing is started again
+    at the end     a signal to this process is passed on; launch.sh's last ones reach torchrun too (one process group). After one
+                   nothing is started again
     a dead parent  launch.sh's death is the supervisor's business; if this process dies, torchrun is killed with it
     """
 
@@ -60,11 +64,16 @@ class Launcher:
 
     def run(self) -> int:
         """Returns the exit code."""
-        num_restarts, code = 0, 2
+        num_restarts, code, lost = 0, 2, None
         while True:
-            if taken := claim(self._paths, is_preparing=False):  # also where the last start's supervisor does not end
+            # First of all: where launch.sh was killed, another start may have the folder by now, and no word of this one belongs in it.
+            if taken := self._taken():  # also where the last start's supervisor does not end
                 _say(f"the run is not started: {taken}")
                 return code
+            if lost is not None and not self._prepare_restart(lost, num_restarts):
+                return code
+            if self._is_asked_to_end:
+                return 0 if lost is None else code
             before = announced_in(self._paths.resume)
             code = self._wait(_start_torchrun(self._paths, self._words))
             shutil.rmtree(self._paths.torchrun, ignore_errors=True)
@@ -73,7 +82,7 @@ class Launcher:
             wait_until_over(self._paths)
             if self._is_asked_to_end:
                 # A signal to all processes at once reaches torchrun too, which then ends with an error whatever its ranks have done.
-                return 0 if self._paths.ended.exists() else code
+                return 0 if self._paths.ended.exists() or self._has_learned_nothing(before) else code
             lost = PeerLost.load(self._paths.run_dir / FAILURE_FILE)
             # The first push of a start teaches nothing: a round was trained once a second one has begun.
             has_trained = announced_in(self._paths.resume) > before + 1
@@ -82,8 +91,16 @@ class Launcher:
                 _say(refusal)
                 return code
             num_restarts += 1
-            if not self._prepare_restart(lost, num_restarts) or self._is_asked_to_end:
-                return code
+
+    def _taken(self) -> str:
+        try:
+            return claim(self._paths, is_preparing=False)
+        except OSError as error:
+            return f"its folder cannot be claimed: {error}"
+
+    def _has_learned_nothing(self, before: int) -> bool:
+        """No push had begun in this start, so no step was trained: nothing is left unsaved. `before`: the last version before it."""
+        return announced_in(self._paths.resume) == before and Reached.load(self._paths.reached).is_saved
 
     @property
     def _is_asked_to_end(self) -> bool:
@@ -105,12 +122,31 @@ class Launcher:
         return True
 
     def _wait(self, pid: int) -> int:
+        is_told = False
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 code = os.waitstatus_to_exitcode(status)
                 return code if code >= 0 else 128 - code
+            if self._is_asked_to_end and not is_told:
+                is_told = self._pass_on(pid)
             time.sleep(_TURN_S)
+
+    def _pass_on(self, torchrun: int) -> bool:
+        """Whether somebody has been told that the run is to end; else it is tried again.
+
+        DIR/stop tells the supervisor; where that cannot be written, a signal does. While torchrun has no ranks yet it is ended itself.
+        """
+        with contextlib.suppress(OSError):
+            self._paths.stop.touch()
+        if not descendants(torchrun):
+            os.kill(torchrun, signal.SIGTERM)
+            return True
+        if self._paths.stop.exists():
+            return self._paths.health.exists()  # its supervisor is there: it looks
+        supervisor = _supervisor_of(self._paths)
+        send(supervisor, signal.SIGTERM)
+        return supervisor > 0
 
     def _on_signal(self, _number: int, _frame: object) -> None:
         self._was_signalled = True
@@ -160,6 +196,17 @@ def _start_torchrun(paths: RunPaths, words: list[str]) -> int:
     sys.argv = ["torchrun", *words]
     runpy.run_module("accerl_mp.trainer.loopback", run_name="__main__")
     sys.exit(0)
+
+
+def _supervisor_of(paths: RunPaths) -> int:
+    """Its pid; 0: it has not begun, or has ended."""
+    try:
+        table = HealthTable.attach(paths.health)
+    except (OSError, ValueError):
+        return 0
+    pid = int(table.word(table.row_of("supervisor/0"), "pid"))
+    table.close()
+    return pid if pid and is_alive(pid) else 0
 
 
 class _LogStream(io.TextIOBase):

@@ -109,14 +109,14 @@ class Trainer:
         while not self._is_over():
             self._run_round()
         self._saver.finish()
-        self._save()  # before the rings are emptied: a later start with more --max-steps goes on from here
+        self._save(is_last=True)  # before the rings are emptied: a later start with more --max-steps goes on from here
         self._finish_push()
         self._wait_for_evaluation()  # of weights before these: the last ones are evaluated on their own
         self._ask_evaluation()
         self._wait_for_evaluation()
         self._judge_best()
         self._export(is_final=True)
-        self._saver.finish()
+        self._saver.try_again()
         if self._ranks.rank == 0:
             self._process.board.set("finished", 1)
         _log.info("training is over: %d optimizer steps in %d rounds%s", self._step, self._round, peak_memory(self._ranks.device))
@@ -126,16 +126,17 @@ class Trainer:
 
         A rank that is told to leave because a peer died (SIGTERM, no DIR/stop) saves nothing: it would be alone.
         """
-        is_asked = was_asked_to_end(self._process.paths)
+        is_asked = was_asked_to_end(self._process.paths, self._process.board)
         if kind is None or (kind is Closed and not is_asked) or not self._saver.all_are_at(self._step if self._is_between_steps else -1):
             return
         if is_asked:
             self._close_trained_round()
         if self._saver.saved_step != self._step:
-            self._saver.start(self._content())
+            self._saver.start(self._content(), is_last=True)
             self._saver.finish()
         if kind is Closed:
             self._export(is_final=True)
+        self._saver.try_again()
 
     def _close_trained_round(self) -> None:
         """One that lacks its push alone: the curves have it before the run ends, its push is the next start's first. Collective."""
@@ -153,8 +154,7 @@ class Trainer:
         load_tensors(self._model, self._stepper.optimizer, saved.folder, self._saver.group)
         fields = [rank_fields(saved.rank_file(rank)) for rank in range(saved.num_ranks)]
         self._step, self._round = progress.step, progress.round
-        if saved.folder.parent == self._process.paths.resume:  # else this run has no state of its own yet
-            self._saver.has_saved(progress.step)
+        self._saver.goes_on_from(progress.step, is_own=saved.folder.parent == self._process.paths.resume)
         self._stepper.num_bad_in_a_row = progress.num_bad_in_a_row
         self._is_evaluation_due = progress.is_evaluating
         is_last = self._ranks.rank == self._ranks.size - 1
@@ -168,13 +168,13 @@ class Trainer:
             self._process.board.set("round", self._round)
         _log.info("goes on from %s: optimizer step %d, round %d", saved.folder, self._step, self._round)
 
-    def _save(self) -> None:
+    def _save(self, *, is_last: bool = False) -> None:
         """Copy the state and write it in the background; not twice at the same step, not while the last one is being written."""
         if self._ranks.maxima([self._saver.is_busy])[0]:
             _log.warning("no state is saved at step %d: the one before is still being written", self._step)
         elif self._saver.saved_step != self._step:
             with self._timer.phase("save"):
-                self._saver.start(self._content())
+                self._saver.start(self._content(), is_last=is_last)
 
     def _content(self) -> Content:
         """Not collective: of this rank, between two steps."""

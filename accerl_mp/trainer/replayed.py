@@ -20,7 +20,7 @@ from accerl_mp import checks, cli
 from accerl_mp.config import Config, ConfigError, resolve
 from accerl_mp.models.build import compute_dtype
 from accerl_mp.models.units import iter_weights
-from accerl_mp.recovery import SavedState, disagreements, newest_whole, resume_dir_of
+from accerl_mp.recovery import SavedState, disagreements, games_of_state, newest_whole, resume_dir_of
 from accerl_mp.topology import RunPaths, torchrun_rank
 from accerl_mp.trainer.checkpoint import export, export_folder, trainer_state
 from accerl_mp.trainer.metrics import RoundMetrics
@@ -160,7 +160,8 @@ def saved_state(config: Config) -> SavedState | None:
         return None
     folder = own if config.run.resume == "auto" else resume_dir_of(Path(config.run.resume))
     saved, damaged = newest_whole(folder)
-    problems = disagreements(saved, config) if saved else []
+    kept = games_of_state(saved, config) if saved else None
+    problems = disagreements(saved, config, kept[0] if kept else None) if saved else []
     if saved is None and (damaged or config.run.resume != "auto"):
         problems.append(f"--resume {config.run.resume}: no saved state in {folder} can be used" + "".join(f"; {text}" for text in damaged))
     if saved and saved.num_ranks != config.run.fsdp_world_size:

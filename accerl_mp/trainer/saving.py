@@ -38,6 +38,7 @@ from accerl_mp.topology import RunPaths
 from accerl_mp.trainer.checkpoint import flush, replace_folder
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.state import Progress
+from accerl_mp.transport.board import Board
 from accerl_mp.transport.health import Health
 from accerl_mp.transport.ring_memory import NUM_RECENT
 from accerl_mp.transport.saved_ring import RingCut, pack_rank
@@ -74,6 +75,7 @@ class Saver:
         self._meeting = dist.new_group(backend="gloo", timeout=_MEET)
         self.mesh = DeviceMesh.from_group(self.group, "cpu")
         self._thread: threading.Thread | None = None
+        self._unsaved: Content | None = None
         self.saved_step = 0
         """Step of the newest state that all ranks know to be whole; valid while nothing is being written."""
         if ranks.rank == 0:
@@ -85,12 +87,13 @@ class Saver:
         """A state is still being written by this rank; not collective."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, content: Content) -> None:
-        """Write it in the background, after the one that may still be under way.
+    def start(self, content: Content, *, is_last: bool = False) -> None:
+        """Write it in the background, after the one that may still be under way. The last one is kept until it is written (`try_again`).
 
         at the end     an error is logged and forgotten: training does not depend on it
         """
         self.finish()
+        self._unsaved = content if is_last else None
         self._thread = threading.Thread(target=self._run, args=(content,), name="save-state", daemon=True)
         self._thread.start()
 
@@ -124,9 +127,26 @@ class Saver:
             return False
         return True
 
-    def has_saved(self, step: int) -> None:
-        """The run has a whole state of this step; at its end somebody asks the board whether it is the last one. Not collective."""
-        self.saved_step = step
+    def goes_on_from(self, step: int, *, is_own: bool) -> None:
+        """There is a whole state of this step; another run's is saved in this one's folder all the same. Not collective."""
+        if is_own:
+            self.saved_step = step
+        self._note_saved(step)
+
+    def try_again(self) -> None:
+        """Once more the last state, as it was then, where its first try has failed: room may be back. Collective.
+
+        waits for      the disks and the other ranks' threads
+        """
+        self.finish()
+        content = self._unsaved
+        all_have_it = -self._ranks.maxima([-int(content is not None)])[0]
+        if content is not None and all_have_it:
+            self.start(content)
+            self.finish()
+
+    def _note_saved(self, step: int) -> None:
+        """At the run's end somebody asks the board whether this is the last one."""
         if self._ranks.rank == 0:
             self._health.board.set("saved_step", step)
 
@@ -158,7 +178,8 @@ class Saver:
             verdict = [self._conclude(temporary, target, content.progress, parts)]
         dist.broadcast_object_list(verdict, src=0, group=self.group)
         if not verdict[0]:
-            self.has_saved(content.progress.step)
+            self.saved_step, self._unsaved = content.progress.step, None
+            self._note_saved(self.saved_step)
             _log.info("saved the state at step %d (%s) in %.1f s", self.saved_step, target.name, time.monotonic() - started)
 
     def _conclude(self, temporary: Path, target: Path, progress: Progress, parts: list[dict[str, Any]]) -> str:
@@ -211,15 +232,15 @@ class Saver:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def was_asked_to_end(paths: RunPaths) -> bool:
-    """Whether a person or the cluster has asked the run to end.
+def was_asked_to_end(paths: RunPaths, board: Board) -> bool:
+    """Whether a person or the cluster has asked the run to end: DIR/stop, or the supervisor's word where the disk has no room for that.
 
-    waits for      DIR/stop, at most 1 s: a signal to all processes at once reaches ranks before launch.sh writes it
+    waits for      either, at most 1 s: a signal to all processes at once reaches ranks before launch.sh writes DIR/stop
     """
     until = time.monotonic() + _STOP_SHOWS_S
-    while not (is_there := paths.stop.exists()) and time.monotonic() < until:
+    while not (is_asked := paths.stop.exists() or board.get("asked_to_end") == 1) and time.monotonic() < until:
         time.sleep(0.02)
-    return is_there
+    return is_asked
 
 
 def _attempt(work: Callable[[], None]) -> str:

@@ -19,6 +19,7 @@ WORDS: dict[str, tuple[str, int]] = {
     "eval_asked": ("trainer/0", 0),  # evaluations asked for so far
     "eval_done": ("ingest/0", 0),  # evaluations finished so far
     "finished": ("trainer/0", 0),  # 1: training is over, end everything in order
+    "asked_to_end": ("supervisor/0", 0),  # 1: by a person or the cluster, which DIR/stop says too where the disk has room
     "stop": ("supervisor/0", 0),  # 1: everybody leaves now (Closed)
     "failed": ("supervisor/0", 0),  # 1: the run cannot go on; DIR/failure.txt says why (PeerLost)
 }

@@ -32,9 +32,13 @@ SPAWNER = "ACCERL_SPAWNED_BY"
 """Environment variable: pid of the process that spawns others with multiprocessing."""
 
 _ATTACH_TIMEOUT_S = 60.0
+_NO_TABLE_S = 3.0
+"""A supervisor that begins after a stop was asked for makes its table within this time, or there is none: its rank left first."""
 _BEAT_S = 1.0
-_GRACE_S = {"failed": 10.0, "stop": 25.0}
-"""How long a process may go on after the run has failed or was asked to stop: its main thread may be stuck in a collective."""
+_GRACE_S = {"failed": 10.0, "stop": 25.0, "starting": 0.5}
+"""How long a process may go on after the run has failed or was asked to stop: its main thread may be stuck in a collective.
+
+One that is still starting has nothing to save, and imports (or vLLM) can hold its main thread for longer than anybody waits."""
 _CAUSE_S = 0.5
 _EXIT_S = 60.0
 """Longer than rank 0 waits for the supervisor on its way out."""
@@ -65,17 +69,28 @@ class Process:
         return f"{self.role}/{self.index}"
 
 
-def run_process(role: str, main: Callable[[Process], None], argv: list[str] | None = None) -> NoReturn:
+def run_process(
+    role: str,
+    main: Callable[[Process], None],
+    argv: list[str] | None = None,
+    *,
+    leave: Callable[[int], NoReturn] = os._exit,
+) -> NoReturn:
     """Run `main` as a process of the run in `--run-dir`, and exit: 0 at a normal end (return or Closed), 1 otherwise.
 
     waits for      the supervisor's health table and board, at most 60 s
-    at the end     SIGTERM, SIGINT or the board make the next `wait.check()` raise Closed
+    at the end     SIGTERM, SIGINT or the board make the next `wait.check()` raise Closed; who is still starting leaves within
+                   2 s, whatever its main thread does, by `leave` (called with the exit code on the heartbeat's thread)
     a dead parent  takes this process along (SIGKILL); a dead supervisor ends it within 10 s
     """
     keep_freed_memory()
-    process = _open(role, argv)
+    try:
+        process = _open(role, argv)
+    except Closed as end:
+        _log.info("ends: %s", end)
+        leave(0)
     stop_beating = threading.Event()
-    heart = threading.Thread(target=_beat, args=(process, stop_beating), name="heartbeat", daemon=True)
+    heart = threading.Thread(target=_beat, args=(process, stop_beating, leave), name="heartbeat", daemon=True)
     heart.start()
     code = _run(process, main)
     stop_beating.set()
@@ -160,8 +175,9 @@ def _attach(paths: RunPaths, name: str) -> Health:
     """The supervisor makes both files before it starts a role, but trainer ranks start beside it.
 
     waits for      a table whose supervisor lives (a killed run leaves its own behind), at most 60 s
+    at the end     DIR/stop: Closed, if no table comes within 3 s more
     """
-    deadline = time.monotonic() + _ATTACH_TIMEOUT_S
+    deadline, asked_since = time.monotonic() + _ATTACH_TIMEOUT_S, None
     while True:
         try:
             table = HealthTable.attach(paths.health)
@@ -170,7 +186,12 @@ def _attach(paths: RunPaths, name: str) -> Health:
         if table is not None and not _has_lost_supervisor(table):
             # The board is made before the table, so this is the same run's.
             return Health(name, table=table, board=Board.attach(paths.board), run_dir=paths.run_dir)
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if paths.stop.exists():
+            asked_since = asked_since or now
+            if now - asked_since > _NO_TABLE_S:
+                raise Closed(f"{name} was asked to stop before it had begun")
+        if now > deadline:
             raise PeerLost("supervisor/0", None, str(paths.log("supervisor", 0)), f"{paths.health} never appeared")
         time.sleep(0.05)
 
@@ -186,6 +207,7 @@ def _dump_stacks_on_usr1(log_file: Path) -> TextIO:
 def _run(process: Process, main: Callable[[Process], None]) -> int:
     health = process.health
     try:
+        health.check()  # asked to stop before it began
         debugging.call(process.name, main, process)
     except Closed as end:
         _log.info("ends: %s", end or "closed")
@@ -199,6 +221,11 @@ def _run(process: Process, main: Callable[[Process], None]) -> int:
             _log.info("ends: %s; then: %s: %s", lost, type(error).__name__, error, exc_info=True)
             health.set_state("ended")
             return 1
+        if health.should_stop and _is_starting(process):
+            # A peer that was starting too has left first: nothing was learned yet, so nothing is lost.
+            _log.info("ends: it was asked to stop; then: %s: %s", type(error).__name__, error, exc_info=True)
+            health.set_state("ended")
+            return 0
         _log.exception("failed: %s: %s", type(error).__name__, error)
         health.fail(error)
         return 1
@@ -223,7 +250,7 @@ def _cause(health: Health) -> PeerLost | None:
     return None
 
 
-def _beat(process: Process, stop: threading.Event) -> None:
+def _beat(process: Process, stop: threading.Event, leave: Callable[[int], NoReturn]) -> None:
     """Show that this process lives, and end it if its main thread does not leave in time when the run is over."""
     health, over_since = process.health, None
     row = health.table.row_of(process.name)
@@ -234,11 +261,17 @@ def _beat(process: Process, stop: threading.Event) -> None:
         # One that has asked everybody to leave may go first: it does not wait for what a person has started.
         if health.lost is None and not health.board.get("stop") and _has_lost_supervisor(health.table):
             health.lost = PeerLost("supervisor/0", None, str(process.paths.log("supervisor", 0)), "it died without a word")
-        if (grace_s := _grace_s(health)) is None:
+        if (grace_s := _grace_s(process)) is None:
             continue
         now = health.table.clock()
         over_since = over_since or now
-        if now - over_since > grace_s:
+        if now - over_since <= grace_s:
+            continue
+        if grace_s == _GRACE_S["starting"]:
+            _log.info("was asked to stop while it started: leaves")
+            health.set_state("ended")
+            leave(0)
+        else:
             _log.warning("did not leave within %.0f s of the run's end: exits hard", grace_s)
             faulthandler.dump_traceback(process.stacks, all_threads=True)
             os._exit(1)
@@ -251,7 +284,15 @@ def _has_lost_supervisor(table: HealthTable) -> bool:
     return pid != 0 and not is_alive(pid)
 
 
-def _grace_s(health: Health) -> float | None:
+def _is_starting(process: Process) -> bool:
+    table = process.health.table
+    return table.read(table.row_of(process.name)).state == "starting"
+
+
+def _grace_s(process: Process) -> float | None:
+    health = process.health
     if health.lost is not None or health.board.get("failed"):
         return _GRACE_S["failed"]
+    if health.should_stop and _is_starting(process):
+        return _GRACE_S["starting"]
     return _GRACE_S["stop"] if health.board.get("stop") else None

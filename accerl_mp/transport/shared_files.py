@@ -19,10 +19,10 @@ def remove(files: Iterable[str]) -> None:
         Path(file).unlink(missing_ok=True)
 
 
-def descendants() -> list[int]:
-    """Living processes below this one."""
+def descendants(pid: int = 0) -> list[int]:
+    """Living processes below this one, or the one of that pid."""
     parents = parent_of_each()
-    found, level = [], [os.getpid()]
+    found, level = [], [pid or os.getpid()]
     while level:
         level = [pid for pid, parent in parents.items() if parent in level]
         found += level
