@@ -12,7 +12,10 @@ case $2 in
         ;;
     accerl_mp.launcher.torchrun)
         echo "$$" >"$here/torchrun.pid"
-        trap 'echo TERM >>"$here/calls"; if [ -e "$here/saves" ]; then sleep 1; exit 0; fi; exit 1' TERM
+        if [ -e "$here/saves" ]; then # another process of its group: torchrun, which must not be told too
+            (trap 'echo GROUP >>"$here/calls"; exit' TERM; while [ ! -e "$here/over" ]; do sleep 0.05; done) &
+        fi
+        trap 'echo TERM >>"$here/calls"; if [ -e "$here/saves" ]; then sleep 1; touch "$here/over"; exit 0; fi; exit 1' TERM
         while [ ! -e "$here/end" ]; do
             if [ -e "$here/run dir/stop" ] && [ ! -e "$here/deaf" ]; then exit 0; fi
             sleep 0.05

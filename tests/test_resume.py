@@ -182,6 +182,9 @@ def _go_on(ranks: Ranks, folder: str, answer: str) -> None:
     stepper, saver = _trainer(ranks, Path(folder))
     state, _ = recovery.newest_whole(Path(folder) / "resume")
     load_tensors(stepper._model, stepper.optimizer, state.folder, saver.group)
+    saver.goes_on_from(3, is_own=False)
+    assert saver.saved_step == 0, "this run's own folder gets one too"
+    assert saver._health.board.get("saved_step") == (3 if ranks.rank == 0 else 0), "but nothing is lost before it has one"
     _describe(ranks, stepper, Path(folder) / answer)
 
 
