@@ -1,23 +1,27 @@
 """Which trainer ranks are still there while a run ends, and whether any was cut short. Standard library only."""
 
 from accerl_mp.transport.health import HealthRow, HealthTable, is_alive
+from accerl_mp.transport.shared_files import parent_of_each
 
 _UNSEEN_S = 10.0
-"""So long a rank is waited for that has not come to the health table: it may be on its way, or have left before."""
+"""So long a rank is waited for that has not come to the health table, where rank 0's parent has other children than torchrun has."""
 
 
 def ranks_of(table: HealthTable) -> list[HealthRow]:
     return [row for row in table.snapshot() if row.name.startswith("trainer/")]
 
 
-def still_there(table: HealthTable, *, waited_s: float) -> list[str]:
-    """Names of those that have not left."""
-    return [row.name for row in ranks_of(table) if _is_there(row, waited_s)]
+def still_there(table: HealthTable, *, rank_0: int, waited_s: float) -> list[str]:
+    """Names of those that have not left, those among them that are on their way to the table. rank_0: its pid."""
+    ranks = ranks_of(table)
+    names = [row.name for row in ranks if _is_there(row)]
+    unseen = [row.name for row in ranks if row.state == "none"]
+    return names + (unseen if unseen and waited_s < _UNSEEN_S and _some_are_on_their_way(ranks, rank_0) else [])
 
 
 def who_has_left(table: HealthTable) -> str:
     """In words, for the end of a run; roles have ended before."""
-    left = still_there(table, waited_s=_UNSEEN_S)
+    left = [row.name for row in ranks_of(table) if _is_there(row)]
     return f"all processes but {', '.join(left)}" if left else "all processes"
 
 
@@ -26,7 +30,11 @@ def none_was_cut_short(table: HealthTable) -> bool:
     return all(row.state in ("none", "starting", "ended") for row in ranks_of(table))
 
 
-def _is_there(row: HealthRow, waited_s: float) -> bool:
-    if row.state == "none":
-        return waited_s < _UNSEEN_S
-    return row.state not in ("ended", "failed") and is_alive(row.pid)
+def _is_there(row: HealthRow) -> bool:
+    return row.state not in ("none", "ended", "failed") and is_alive(row.pid)
+
+
+def _some_are_on_their_way(ranks: list[HealthRow], rank_0: int) -> bool:
+    """A child of torchrun lives that is not in the table."""
+    parents, known = parent_of_each(), {row.pid for row in ranks}
+    return any(parent == parents.get(rank_0) and pid not in known for pid, parent in parents.items())

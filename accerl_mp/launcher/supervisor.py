@@ -363,7 +363,7 @@ class Supervisor:
         a dead parent  (rank 0) ends the wait: torchrun takes the others along
         """
         start, say_after_s = time.monotonic(), _SAID_AFTER_S
-        while names := still_there(self._table, waited_s=(waited_s := time.monotonic() - start)):
+        while names := still_there(self._table, rank_0=self._parent_pid, waited_s=(waited_s := time.monotonic() - start)):
             if os.getppid() != self._parent_pid:
                 break
             if waited_s > _RANKS_LEAVE_S:
