@@ -169,7 +169,11 @@ def test_a_game_that_changes(start: Callable[..., LightRun], games_dir: Path, tm
         run.wait_for(lambda: "set aside" in run.log("ingest"), "the game to be set aside", 120)
         assert "room-0" in run.log("ingest").partition("set aside")[0].splitlines()[-1]
     run.wait_training(10)
-    assert [run.row(f"rollout/{index}").pid for index in range(2)] == rollouts, run.words()
+    rows = [run.row(f"rollout/{index}") for index in range(2)]
+    # Gone between the look at it and the interpreter's own opening, it takes that process along: the game's fault, not a restart.
+    took_one_along = cell.event == "loses its .z8" and "the game's fault" in run.terminal()
+    assert took_one_along or [row.pid for row in rows] == rollouts, run.words()
+    assert [row.num_restarts for row in rows] == [0, 0], run.words()
     run.finish()
 
 
