@@ -73,19 +73,13 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     # A start that went on from an older state and was stopped before its first step has that state's.
     num_steps = reached.step or newest_step(paths.resume) or status.get("step", 0)
     num_pushes = max(status.get("version", 0), reached.version)
-    if num_steps == 0 and paths.stop.exists():
-        return [
-            "",
-            "The run was stopped on request before its first optimizer step: there was nothing to save",
-            f"  wall time           {_minutes(wall_s)}",
-            f"  run folder          {paths.run_dir}",
-            *([f"  to begin again      {command}"] if (command := resume_command(paths)) else []),
-        ]
-    lines = [
-        "",
+    done = (
         f"The run has {how}: {num_steps} optimizer steps, {num_pushes} weight push{'' if num_pushes == 1 else 'es'} after the first,"
-        f" {status.get('episodes', 0):,} episodes",
-    ]
+        f" {status.get('episodes', 0):,} episodes"
+    )
+    if num_steps == 0 and paths.stop.exists():
+        done = "The run has stopped on request before its first optimizer step: there was nothing to save"
+    lines = ["", done]
     lines += (evaluation := _evaluation(status))
     is_empty = not (num_steps or evaluation) and _goes_on_from(paths) == "auto"
     looking = [f"  report              {report_command(paths.run_dir)}", f"  TensorBoard         {tensorboard_command(paths.run_dir)}"]
