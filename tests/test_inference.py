@@ -138,6 +138,17 @@ def test_a_reply_with_a_seed_is_the_same_again_whatever_else_is_sampled(engine: 
 
 
 @pytest.mark.vllm
+def test_a_reply_with_a_seed_is_the_same_where_its_prompt_is_read_in_parts(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
+    """14 prompts of 240 tokens where a step takes 1,024: the engine died of the first that was cut."""
+    prompts = [_prompt(300 + number, 240) for number in range(14)]
+    alone = [client.ask(prompt, max_tokens=12, seed=number)["ids"].tolist() for number, prompt in enumerate(prompts)]
+    for salt in (1000, 1001):  # a cache of its own: the prompts are read again
+        salted = [client.send(prompt, max_tokens=12, seed=number, salt_version=salt) for number, prompt in enumerate(prompts)]
+        found = {reply["id"]: reply["ids"].tolist() for reply in (client.receive() for _ in salted)}
+        assert [found[number] for number in salted] == alone
+
+
+@pytest.mark.vllm
 def test_replies_end_with_the_stop_token_or_at_the_length(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
     stops, num_stopped = {EOS, NEWLINE, ENDS_WITH_NEWLINE}, 0
     for seed in range(40):
