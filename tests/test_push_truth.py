@@ -27,7 +27,7 @@ from accerl_mp.weight_sync import sender
 from accerl_mp.weight_sync.buckets import BucketSender
 from accerl_mp.weight_sync.layout import checksum, plan_layout
 from accerl_mp.weight_sync.protocol import SyncError, WrongWeights
-from accerl_mp.weight_sync.truth import PROBE_BOUNDS, compare_logprobs, compare_sums, relative_distance
+from accerl_mp.weight_sync.truth import PROBE_BOUNDS, Bound, compare_logprobs, compare_sums, relative_distance
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -54,9 +54,9 @@ def test_checksums_name_worker_and_tensor(arrived: dict[str, str], problem: str 
 @pytest.mark.parametrize("off", [0.02, float("nan"), -float("inf")])
 def test_the_probe_names_the_process(off: float) -> None:
     expected = np.zeros(8)
-    compare_logprobs(3, expected, [{"logprobs": [1e-5] * 8}], 1e-3)
+    compare_logprobs(3, expected, [{"logprobs": [1e-5] * 8}], Bound(1e-3, 0.0))
     with pytest.raises(WrongWeights, match="push 3: the probe of inference/1 is off"):
-        compare_logprobs(3, expected, [{"logprobs": [1e-5] * 8}, {"logprobs": [0.0, off, *[0.0] * 6]}], 1e-3)
+        compare_logprobs(3, expected, [{"logprobs": [1e-5] * 8}, {"logprobs": [0.0, off, *[0.0] * 6]}], Bound(1e-3, 0.0))
 
 
 @pytest.mark.parametrize("sharpness", [0.2, 1.0, 4.0])
@@ -75,15 +75,28 @@ def test_the_probe_knows_noise_from_wrong_weights(sharpness: float) -> None:
         compare_logprobs(1, sharpness * expected, answers(4 * noise), PROBE_BOUNDS[torch.bfloat16])
 
 
-@pytest.mark.parametrize("bound", [4e-4, 0.08])
-def test_the_distance_of_a_probe_is_the_mean_in_units_of_the_spread(bound: float) -> None:
+@pytest.mark.parametrize("left_out", [0.0, 0.02])
+def test_the_distance_of_a_probe_is_the_mean_in_units_of_the_spread(left_out: float) -> None:
     rng = np.random.default_rng(2)
-    expected = rng.normal(-9, 2, 50)
-    got = expected + rng.normal(0, bound, 50)
-    assert relative_distance(got, expected, bound) == pytest.approx(np.abs(got - expected).mean() / expected.std(), rel=1e-9)
-    got[3] += 100.0
-    assert relative_distance(got, expected, bound) < np.abs(np.delete(got - expected, 3)).mean() / expected.std() + bound / 4
-    assert relative_distance(got[[3, 1]], expected[[3, 1]], bound) > 4 * bound, "half of all tokens"
+    expected = rng.normal(-9, 2, 255)
+    got = expected + rng.normal(0, 0.1, 255)
+    nats = np.sort(np.abs(got - expected))[: 255 - int(255 * left_out)]
+    assert relative_distance(got, expected, left_out) == pytest.approx(nats.mean() / expected.std(), rel=1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0), (torch.bfloat16, 20)])
+def test_the_probe_bears_few_tokens_that_are_off_and_in_float32_none(dtype: torch.dtype, most: int) -> None:
+    rng = np.random.default_rng(3)
+    expected = np.concatenate([[0.0], rng.normal(-14, 2.8, 255)])
+    got = expected + 1e-5 * rng.normal(0, 1, 256)
+    compare_logprobs(1, expected, [{"logprobs": got}], PROBE_BOUNDS[dtype])
+    got[5 : 6 + most] += 5.0
+    with pytest.raises(WrongWeights):
+        compare_logprobs(1, expected, [{"logprobs": got}], PROBE_BOUNDS[dtype])
+
+
+def test_a_window_of_one_token_has_nothing_to_probe() -> None:
+    compare_logprobs(1, np.zeros(1), [{"logprobs": [0.0]}], PROBE_BOUNDS[torch.bfloat16])
 
 
 def test_a_buffer_is_sent_and_summed() -> None:
