@@ -970,7 +970,7 @@ def test_the_role_imports_neither_torch_nor_tensorflow() -> None:
 
 
 @pytest.mark.parametrize(("won", "hint"), [(False, "easier games"), (True, "harder games")])
-def test_a_round_that_does_not_end_for_want_of_signal_is_said(tmp_path: Path, won: bool, hint: str) -> None:
+def test_a_step_that_does_not_come_for_want_of_signal_is_said(tmp_path: Path, won: bool, hint: str) -> None:
     """A model that never wins, or always: all groups are left out, and nothing else would be said for --replay-sample-timeout-seconds."""
     lines: list[str] = []
     collector, files = collector_in(tmp_path, lines, rl_algorithm="grpo")
@@ -978,24 +978,37 @@ def test_a_round_that_does_not_end_for_want_of_signal_is_said(tmp_path: Path, wo
         groups = {"Ingest/ZeroStdGroups": (2, 1, 2), "Ingest/SampleGroups": (0, 1, 0)}
         collector.take(values("ingest/0", values=groups), second)
         collector.take({"kind": "episode", "source": "rollout/0", "episode": episode(second, won=won)}, second)
-        collector.speak_up(second)
+        collector.speak_up(second, second)
     assert [line.partition(":")[0] + line[11:16] for line in lines] == ["no step for 1 1:00", "no step for 2 2:00", "no step for 4 4:00"]
     assert "120 of 120 groups ended alike and teach nothing (win " in lines[0]
     assert hint in lines[0]
-    collector.take(round_record(1, 1), 260.0)
-    collector.close_due(261.0)
-    collector.speak_up(300.0)
-    assert len(lines) == 4, "the next round begins anew"
+    for second in range(260, 400):  # it trains, then waits again: only that wait's groups count
+        collector.take(values("ingest/0", values={"Ingest/ZeroStdGroups": (1, 1, 1), "Ingest/SampleGroups": (0, 1, 0)}), second)
+        collector.speak_up(second, max(0.0, second - 300.0))
     files.close()
+    assert [line[:16] for line in lines[3:]] == ["no step for 1:00"]
+    assert "60 of 60 groups" in lines[3] or "61 of 61 groups" in lines[3]
 
 
 @pytest.mark.parametrize("flags", [{"keep_zero_std_groups": True}, {"rl_algorithm": "ppo"}, {}])
-def test_a_long_round_that_has_signal_is_not_spoken_of(tmp_path: Path, flags: dict[str, Any]) -> None:
+def test_a_long_wait_for_samples_that_teach_is_not_spoken_of(tmp_path: Path, flags: dict[str, Any]) -> None:
     lines: list[str] = []
     collector, files = collector_in(tmp_path, lines, **({"rl_algorithm": "grpo"} | flags))
     alike = 1 if not flags else 2
     for second in range(1, 200):
         collector.take(values("ingest/0", values={"Ingest/ZeroStdGroups": (alike, 1, alike), "Ingest/SampleGroups": (1, 1, 1)}), second)
-        collector.speak_up(second)
+        collector.speak_up(second, second)
+    files.close()
+    assert lines == []
+
+
+@pytest.mark.parametrize("longest_wait_s", [0.0, 20.0])
+def test_a_long_round_of_many_steps_with_little_signal_is_not_spoken_of(tmp_path: Path, longest_wait_s: float) -> None:
+    """Steps come, or an evaluation, an export or the engine is waited for: most groups may end alike all the same."""
+    lines: list[str] = []
+    collector, files = collector_in(tmp_path, lines, rl_algorithm="grpo")
+    for second in range(1, 400):
+        collector.take(values("ingest/0", values={"Ingest/ZeroStdGroups": (4, 1, 4), "Ingest/SampleGroups": (1, 1, 1)}), second)
+        collector.speak_up(second, second % (longest_wait_s + 1))
     files.close()
     assert lines == []

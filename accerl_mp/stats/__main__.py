@@ -64,7 +64,7 @@ def collect(process: Process, receiver: MetricsReceiver, collector: Collector) -
         if process.board.get("policy_version") >= 0:
             collector.start_clock(time.monotonic())
         collector.close_due(time.monotonic())
-        collector.speak_up(time.monotonic())
+        collector.speak_up(time.monotonic(), starved_s(process))
         due_s = collector.seconds_to_next(time.monotonic())
         with process.health.waiting("metric records", timeout_s=0) as wait:
             wait.check()
@@ -89,6 +89,12 @@ def drain(receiver: MetricsReceiver, collector: Collector, *, trainer_closes: Ca
         if not (is_closing or (records and time.monotonic() - began_s < DRAIN_LIMIT_S)):
             break
     collector.finish(time.monotonic())
+
+
+def starved_s(process: Process) -> float:
+    """How long a trainer rank has waited for samples, the longest of them; 0: none does."""
+    rows = process.health.table.snapshot()
+    return max((row.waits_s for row in rows if row.name.startswith("trainer/") and row.waits_for.startswith("ring/")), default=0.0)
 
 
 def trainer_closes(process: Process) -> bool:

@@ -69,7 +69,6 @@ class Collector:
             self._round_started_s = now_s
             self._sums.begin()
             self._free_cores()
-            self._signal.begin(now_s)
 
     def take(self, record: Record, now_s: float) -> None:
         """One record off the socket."""
@@ -98,10 +97,10 @@ class Collector:
         if self._open_round is not None and (force or now_s >= self._close_at_s):
             self._close(self._open_round, now_s)
 
-    def speak_up(self, now_s: float) -> None:
-        """Of a round that does not end for want of signal."""
-        if self._round_started_s is not None and self._open_round is None and self._signal.is_due(now_s):
-            self._say(self._signal.line(now_s, self._window.values(now_s).get("TextWorld/WinRate", 0.0)))
+    def speak_up(self, now_s: float, starved_s: float) -> None:
+        """Of a step that does not come for want of signal. starved_s: how long the trainer has waited for samples, 0 where it does not."""
+        if self._signal.is_due(now_s, starved_s):
+            self._say(self._signal.line(starved_s, self._window.values(now_s).get("TextWorld/WinRate", 0.0)))
 
     def finish(self, now_s: float) -> None:
         """At the end: the open round, and what the trainer has sent since (of the last push)."""
@@ -134,7 +133,6 @@ class Collector:
         closed_s = self._close_at_s - SETTLE_S
         round_s = closed_s - self._round_started_s if self._round_started_s is not None else 0.0
         self._open_round, self._round_started_s = None, closed_s
-        self._signal.begin(closed_s)
         values = self._values(now_s, round_s) | {"Stats/Restarts": float(self._num_restarts())}
         if (free := self._free_cores()) is not None:
             values[FREE_CORES] = free
