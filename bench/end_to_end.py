@@ -6,7 +6,7 @@ asynchronous run cannot be faster than the longer half alone.
 
 The demo's setting, without evaluation; rates are from the end of the first round to the end of the last. Asynchronous and synchronous
 runs alternate. The scaling tables change one thing at a time: rollout workers, samples a step, model size. The knee is the last value
-that still gave at least 10 % over the one before it.
+that still gave at least 10 % over the one before it; a row is the median of --repeats runs.
 
     python bench/end_to_end.py --workers 1 2 4 --samples 8 16 --models demo 4m
     MODEL_PATH=... TEXTWORLD_GAME_DIR=... python bench/end_to_end.py --preset accerl_mp/presets/one-gpu.args --steps 100 \

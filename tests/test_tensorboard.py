@@ -70,7 +70,9 @@ def tensorboard(folder: Path) -> Iterator[str]:
             for line in popen.stderr:
                 lines.append(line)
                 if found := re.search(r"http://127\.0\.0\.1:\d+/", line):
-                    while "Episodes/train" not in ask(found[0], "text/tags").get(".", {}):  # written last
+                    until = time.monotonic() + 60
+                    while "Episodes/train" not in (tags := ask(found[0], "text/tags").get(".", {})):  # written last
+                        assert time.monotonic() < until, tags
                         time.sleep(0.1)
                     yield found[0]
                     break

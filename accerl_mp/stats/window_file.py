@@ -64,11 +64,10 @@ class WindowFile:
 
     def _episodes(self) -> Iterator[EpisodeRecord]:
         """ValueError where a file is not as it was written, StateError where the state is not."""
-        if self._path.exists():
-            writer, own = _read(self._path)
-            if writer == self._start_id():  # this very start, whose stats process has died
-                yield from own
-                return
+        own = self._of_this_start()
+        yield from own
+        if own:
+            return
         if (saved := self._start.saved) is None:
             return
         ledger, above = saved.content["groups"], set(saved.content["groups"]["done_above"])
@@ -77,6 +76,15 @@ class WindowFile:
             group = episode["episode_id"] // self._group_size
             if group < ledger["low_water"] or group in above:
                 yield episode
+
+    def _of_this_start(self) -> list[EpisodeRecord]:
+        """Of this very start, whose stats process has died. A damaged file is no reason to leave out another run's."""
+        try:
+            writer, own = _read(self._path) if self._path.exists() else (None, [])
+        except (OSError, ValueError, RecursionError) as error:
+            _log.warning("%s cannot be read (%s)", self._path, error)
+            return []
+        return own if writer == self._start_id() else []
 
     def _start_id(self) -> list[float]:
         """A trainer that is started again goes on from a state, too."""

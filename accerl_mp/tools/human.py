@@ -63,14 +63,15 @@ def wrapped(text: str, width: int) -> str:
 
 def _numbered(message: str, observation: Observation) -> str:
     """The commands are the message's last lines but one."""
-    head, listed = f"{message}\n".partition("\nCommands:\n")[::2]
-    lines = [f"{number:2} {line}" for number, line in enumerate(listed.splitlines()[: len(observation.commands)], start=1)]
-    return "\n".join([f"{head}\nCommands:", *lines, *listed.splitlines()[len(lines) :]])
+    head, listed = f"{message}\n".rpartition("\nCommands:\n")[::2]
+    listed = listed.removesuffix("\n").split("\n")
+    lines = [f"{number:2} {line}" for number, line in enumerate(listed[: len(observation.commands)], start=1)]
+    return "\n".join([f"{head}\nCommands:", *lines, *listed[len(lines) :]])
 
 
 def _chosen(reply: str, observation: Observation) -> str | None:
     number = reply.strip()
-    is_one = number.isascii() and number.isdigit() and 1 <= int(number) <= len(observation.commands)
+    is_one = number.isascii() and number.isdigit() and len(number) < 10 and 1 <= int(number) <= len(observation.commands)
     return observation.commands[int(number) - 1] if is_one else None
 
 

@@ -38,9 +38,14 @@ PAIRS = [
 
 
 def find_device(args: argparse.Namespace) -> str | None:
-    """Sets the device that `auto` stands for; returns what is wrong with one that was named."""
+    """Sets the device that `auto` stands for; returns what is wrong with one that was named.
+
+    With --use-fsdp each process has a card of its own, which is not tried here: that would open a context on the first one in all.
+    """
     if args.device == "auto":
         args.device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if args.use_fsdp and args.device.startswith("cuda") and torch.cuda.is_available():
+        return None
     try:
         torch.empty(1, device=args.device)
     except (RuntimeError, AssertionError) as error:  # no such device, or a torch without CUDA

@@ -86,7 +86,7 @@ class Terminal:
         self.out.print(plain("\n".join(blocks)), highlight=False, markup=False)
 
     def _fits(self, table: Table) -> bool:
-        return not self.out.is_terminal or Measurement.get(self.out, self.out.options.update(width=1000), table).maximum <= self.out.width
+        return Measurement.get(self.out, self.out.options.update(width=1000), table).maximum <= self.out.width
 
     @contextlib.contextmanager
     def _bar(self, what: str, total: int) -> Iterator[Callable[[], None]]:
