@@ -82,7 +82,7 @@ class WindowFile:
         try:
             writer, own = _read(self._path) if self._path.exists() else (None, [])
         except (OSError, ValueError, RecursionError) as error:
-            _log.warning("%s cannot be read (%s)", self._path, error)
+            _log.warning("%s cannot be read (%s): the sliding window starts anew", NAME, error)
             return []
         return own if writer == self._start_id() else []
 
