@@ -105,7 +105,10 @@ set_up() {
 locked_set_up() {
     if command -v flock >/dev/null; then
         exec 9<"$venv"
-        flock 9
+        if ! flock -n 9; then
+            say "another set-up is running in ${venv#"$root"/}: waits for its end (log: ${venv#"$root"/}/setup.log)"
+            flock 9
+        fi
     fi
     [ "$(cat "$venv/.stamp" 2>/dev/null)" = "$1" ] || install_stack "$1"
 }
@@ -121,6 +124,11 @@ apt-get install python$python_version python$python_version-venv (or: uv python 
     fi
     say "installing the $stack stack into ${venv#"$root"/}: some minutes the first time (log: ${log#"$root"/})"
     : >"$log"
+    # pip leaves its temporary folders when it is told to end. Here the next set-up finds them.
+    export TMPDIR=$venv/temporary
+    rm -rf "$TMPDIR"
+    mkdir "$TMPDIR" || die "cannot make $TMPDIR"
+    trap 'rm -rf "$TMPDIR"' EXIT
     quietly "$log" pip install -r "$requirements"
     if [ "$stack" = cpu ]; then
         # It pins a torch build tag that the package index does not carry; its other needs are in the requirements.
