@@ -70,6 +70,63 @@ def test_a_failing_set_up_shows_the_end_of_pips_log_and_leaves_no_stamp(copy: Pa
     assert not (copy / ".venv/.stamp").exists()
 
 
+@pytest.fixture
+def slow_pip(copy: Path) -> Path:
+    """An environment whose pip makes a temporary folder and ends only where `python.ends` was there before."""
+    python = copy / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    (copy / "temporary").mkdir()
+    python.write_text(
+        """#!/usr/bin/env bash
+        if [ "$2" != pip ]; then exit 0; fi
+        if [ -e "$0.ends" ]; then exec mktemp -d; fi
+        mktemp -d
+        exec sleep 60
+        """
+    )
+    python.chmod(0o755)
+    return copy
+
+
+def set_up_of(clone: Path) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "ACCERL_PYTHON"} | {"TMPDIR": str(clone / "temporary")}
+    command = ["bash", str(clone / "launch.sh"), "--setup-only"]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def pips_folders(clone: Path) -> list[Path]:
+    return list((clone / ".venv/temporary").glob("*")) + list((clone / "temporary").iterdir())
+
+
+def test_pips_temporary_folders_are_gone_after_a_stop_after_the_next_set_up_and_at_its_end(slow_pip: Path) -> None:
+    run = set_up_of(slow_pip)
+    wait_until(lambda: bool(pips_folders(slow_pip)), 30)
+    run.send_signal(signal.SIGINT)
+    assert "stopped (INT)" in run.communicate(timeout=30)[1]
+    assert run.returncode == 130
+    assert list((slow_pip / "temporary").iterdir()) == []
+    (slow_pip / ".venv/temporary/as after kill -9").mkdir(parents=True, exist_ok=True)
+    (slow_pip / ".venv/bin/python.ends").touch()
+    run = set_up_of(slow_pip)
+    assert "the environment is ready" in run.communicate(timeout=30)[1]
+    assert run.returncode == 0
+    assert pips_folders(slow_pip) == []
+
+
+def test_a_second_set_up_says_at_once_that_another_one_runs_and_waits_for_it(slow_pip: Path) -> None:
+    first = set_up_of(slow_pip)
+    wait_until(lambda: bool(pips_folders(slow_pip)), 30)
+    (slow_pip / ".venv/bin/python.ends").touch()
+    second = set_up_of(slow_pip)
+    assert second.stderr.readline() == "launch.sh: another set-up is running in .venv: waits for its end (log: .venv/setup.log)\n"
+    assert second.poll() is None
+    assert bool(pips_folders(slow_pip)), "the first one's"
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=30)
+    assert "the environment is ready" in second.communicate(timeout=30)[1]
+    assert second.returncode == 0
+
+
 def test_on_a_terminal_the_set_up_shows_what_pip_does_and_a_pipe_gets_nothing_of_it(copy: Path) -> None:
     before = "Of an earlier pip\n"
     warning = "WARNING: Location 'x' is ignored\n"
@@ -586,6 +643,17 @@ def test_the_summary_says_what_the_run_reached(tmp_path: Path) -> None:
     assert ", of which rounds 0:04\n  with earlier starts 1:01 in rounds\n" in text, "of a start that went on"
     text = "\n".join(success_lines(RunPaths(tmp_path), again | {"begun": 1.0}))
     assert ", of which rounds 0:00\n  with earlier starts 1:01 in rounds\n" in text, "it ended before its first round"
+
+
+def test_commands_to_type_again_name_the_interpreter_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("command.txt", "stop"):
+        (tmp_path / name).write_text("bash launch.sh --seed 1\n")
+    missing = ["--model-path is missing", "--tw-game-dir is missing"]
+    for python, words in (("/a b/python", "ACCERL_PYTHON='/a b/python' bash "), ("", "bash ")):
+        monkeypatch.setenv("ACCERL_PYTHON", python)
+        for line in (success_lines(RunPaths(tmp_path), {})[-1], preparing._hint(missing, [])[0]):
+            assert words in line
+            assert ("ACCERL_PYTHON" in line) == bool(python), line
 
 
 def test_the_summary_of_a_run_that_stopped_before_anything_offers_nothing_to_look_at(tmp_path: Path) -> None:

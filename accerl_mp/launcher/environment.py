@@ -1,6 +1,7 @@
 """The environment of each role: threads, GPUs, vLLM's switches. The one table of such settings. Standard library only."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -102,3 +103,9 @@ def become_inference(config: Config, sockets: Path) -> None:
     num_threads_here = len(os.sched_getaffinity(0)) if is_cpu else num_threads("inference", config)
     os.environ.update(_EVERYBODY | thread_caps(num_threads_here) | _VLLM | (_VLLM_CPU if is_cpu else {}))
     os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)
+
+
+def launch_words() -> str:
+    """What `bash launch.sh` has to stand behind when it is typed again: the interpreter, where the user has named one."""
+    python = os.environ.get("ACCERL_PYTHON")
+    return f"ACCERL_PYTHON={shlex.quote(python)} " if python else ""

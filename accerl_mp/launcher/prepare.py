@@ -20,6 +20,7 @@ from accerl_mp import checks, cli, log
 from accerl_mp.config import TEXTWORLD, Config, ConfigError, resolve
 from accerl_mp.games import note_games
 from accerl_mp.launcher.claim import claim, taken_by_another
+from accerl_mp.launcher.environment import launch_words
 from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.resuming import games_of, plan_start, run_folder_of
 from accerl_mp.launcher.run_folder_check import misplaced
@@ -69,7 +70,8 @@ def _hint(problems: list[str], words: list[str]) -> list[str]:
     if len(problems) != len(missing) or not all(problem.startswith(tuple(missing)) for problem in problems):
         return []
     go = "" if Path.cwd() == _ROOT else f"cd {shlex.quote(str(_ROOT))} && "  # the demo's own paths are relative to it
-    return [f"launch.sh: for the demo with these flags: {go}bash launch.sh @accerl_mp/presets/demo.args {shlex.join(words)}".rstrip()]
+    typed = f"{go}{launch_words()}bash launch.sh @accerl_mp/presets/demo.args {shlex.join(words)}".rstrip()
+    return [f"launch.sh: for the demo with these flags: {typed}"]
 
 
 def _plays_demo_games(config: Config) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accerl_mp.files import read_text
+from accerl_mp.launcher.environment import launch_words
 from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.sweep import lock, sweep
 from accerl_mp.recovery import Start, StateError, newest_step, states_in
@@ -145,7 +146,8 @@ def resume_command(paths: RunPaths) -> str:
     typed = "".join(f" {shlex.quote(word)}" for word in words)
     launch = "launch.sh" if Path.cwd() == _ROOT else shlex.quote(str(_ROOT / "launch.sh"))
     prefix = "" if _called_from() == Path.cwd() else f"cd {shlex.quote(str(Path.cwd()))} && "  # the demo goes to its own folder
-    return f"{prefix}bash {launch}{typed} --log-dir {shlex.quote(str(paths.run_dir))} --resume {shlex.quote(_goes_on_from(paths))}"
+    begin = f"{prefix}{launch_words()}bash {launch}{typed}"
+    return f"{begin} --log-dir {shlex.quote(str(paths.run_dir))} --resume {shlex.quote(_goes_on_from(paths))}"
 
 
 def _goes_on_from(paths: RunPaths) -> str:
