@@ -126,7 +126,8 @@ def _show_turns(record: Record, terminal: Terminal) -> None:
     terminal.say(f"{record['game']} #{record['episode']}      {'won' if record.get('won') else 'not won'}")
 
 
-def play_with_person(config: Config, games: list[str], args: argparse.Namespace) -> list[Record]:
+def play_with_person(config: Config, games: list[str], args: argparse.Namespace) -> tuple[list[Record], str]:
+    """Episodes that are over, and where the person left (empty: nowhere)."""
     from accerl_mp.rollout.env import EnvError, find_env, game_name
     from accerl_mp.tools.human import play_by_hand, wrapped
 
@@ -135,33 +136,45 @@ def play_with_person(config: Config, games: list[str], args: argparse.Namespace)
     sys.stdout.reconfigure(errors="replace")  # a terminal of another encoding has not every letter of a game
     records: list[Record] = []
     num_episodes = args.episodes or len(games)
+    num_turns, left = 0, ""
+
+    def ask() -> str:
+        nonlocal num_turns
+        reply = input("> ")
+        num_turns += 1
+        return reply
 
     def show(text: str) -> None:
         print(wrapped(plain(text), shutil.get_terminal_size().columns) if sys.stdout.isatty() else plain(text))
 
     with (args.out / "episodes.jsonl").open("w", buffering=1) as file:
         for number in range(num_episodes):
-            path = games[number % len(games)]
+            path, num_turns = games[number % len(games)], 0
             show(f"\nGame {number + 1} of {num_episodes}: {game_name(path)}")
             try:
                 env = open_env(path)
-                record = play_by_hand(env, number=number, seed=args.seed + number, max_turns=max_turns, ask=lambda: input("> "), show=show)
+                record = play_by_hand(env, number=number, seed=args.seed + number, max_turns=max_turns, ask=ask, show=show)
             except EnvError as error:
                 record = {"game": game_name(path), "path": path, "episode": number, "error": str(error)}
             else:
                 env.close()
             if record is None:
+                left = f"left after {counted(num_turns, 'turn')} of game {number + 1} of {num_episodes}"
                 break
             records.append(record)
             file.write(json.dumps(record) + "\n")
-    return records
+    return records, left
 
 
-def finish(records: list[Record], terminal: Terminal, out: Path) -> int:
-    """Summary to the screen and to summary.json; returns the exit code."""
+def finish(records: list[Record], terminal: Terminal, out: Path, left: str = "") -> int:
+    """Summary to the screen and to summary.json; returns the exit code. `left`: where a person did, which is no failure."""
     played, broken = [r for r in records if "error" not in r], [r for r in records if "error" in r]
     for record in broken[:5]:
         terminal.say(record["error"])
+    if left:
+        terminal.say(left)
+    if left and not records:
+        return 0
     if not played:
         terminal.say("no episode was played to its end")
         return 1
@@ -180,8 +193,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.fallback_action:
             terminal.say("--fallback-action has no effect: an invalid reply is told to the model, and counts")
         args.out.mkdir(parents=True, exist_ok=True)
-        records = play_with_person(config, games, args) if args.human else play_with_model(config, games, args, terminal)
-        return finish(records, terminal, args.out)
+        records, left = play_with_person(config, games, args) if args.human else (play_with_model(config, games, args, terminal), "")
+        return finish(records, terminal, args.out, left)
     except ConfigError as error:
         terminal.say(f"this cannot be played:\n{error}")
         return 2
