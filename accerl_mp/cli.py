@@ -23,8 +23,33 @@ PROGRAM = "bash launch.sh"
 DESCRIPTION = "Train a language-model agent online in TextWorld games. Without flags: the demo."
 
 
-class _Parser(argparse.ArgumentParser):
+class PatientParser(argparse.ArgumentParser):
+    """Where argparse would stop, at a flag whose value is left out, this one says so to `lacks_value` and goes on."""
+
+    def lacks_value(self, action: argparse.Action, problem: str) -> None:
+        """The action's value is None then."""
+        raise NotImplementedError
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            self.lacks_value(action, f"{action.option_strings[-1]}: {error.message}")
+            return 0
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        return super()._get_values(action, arg_strings) if arg_strings or action.nargs is not None else None
+
+
+class _Parser(PatientParser):
     """Bad values are problems like all others."""
+
+    def __init__(self, problems: list[str], **options: Any) -> None:
+        super().__init__(**options)
+        self._problems = problems
+
+    def lacks_value(self, action: argparse.Action, problem: str) -> None:
+        self._problems.append(problem)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError([message])
@@ -37,6 +62,7 @@ def build_parser(problems: list[str] | None = None) -> argparse.ArgumentParser:
     """
     found = [] if problems is None else problems
     parser = _Parser(
+        found,
         prog=PROGRAM,
         usage=f"{PROGRAM} [FLAGS ...] [@FILE ...]",
         description=DESCRIPTION,
@@ -73,7 +99,7 @@ def read(argv: list[str], *, environ: Mapping[str, str], base: Config | None = N
     problems: list[str] = []
     words, of_files = _expanded(argv, environ)
     values, unknown = build_parser(problems).parse_known_args(words)
-    bad = {problem.split()[0] for problem in problems}
+    bad = {problem.split()[0].removesuffix(":") for problem in problems}
     known = [option_of(field.name) for group in GROUPS.values() for field in dataclasses.fields(group)]
     problems += belong_to_no_flag(unknown, known, f"{PROGRAM} --help")
     if of_files:
@@ -153,9 +179,20 @@ def _read_flags(path: Path, environ: Mapping[str, str], problems: list[str]) -> 
             raise ValueError("it holds zero bytes")
         words = shlex.split(text, comments=True)
     except (OSError, ValueError) as error:  # ValueError: no text, or a quote without its end
-        problems.append(f"@{path}: cannot be read ({getattr(error, 'strerror', None) or error}): its flags are missing")
+        near = _like_it(path) if isinstance(error, FileNotFoundError) else ""
+        problems.append(f"@{path}: cannot be read ({getattr(error, 'strerror', None) or error}): its flags are missing{near}")
         return []
     return [_expand_variables(word, path, environ, problems) for word in words]
+
+
+def _like_it(path: Path) -> str:
+    """A file beside where `path` would be whose name is like its own."""
+    try:
+        names = [file.name for file in path.parent.iterdir() if file.is_file()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean @{path.with_name(near[0])}?" if near else ""
 
 
 def _expand_variables(word: str, path: Path, environ: Mapping[str, str], problems: list[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accerl_mp import checks
-from accerl_mp.cli import build_parser, expand, option_of, parse, to_argv
+from accerl_mp.cli import build_parser, expand, option_of, parse, read, to_argv
 from accerl_mp.config import GROUPS, Config, ConfigError, resolve
 from accerl_mp.topology import plan_gpus, visible_gpus
 
@@ -448,6 +448,28 @@ def test_all_bad_values_and_unknown_flags_come_at_once() -> None:
         "--learning-rate fast: expected a number",
         "--no-such: no such flag; bash launch.sh --help lists them",
     ]
+
+
+def test_a_flag_whose_value_is_left_out_hides_no_other_problem() -> None:
+    words = ["--seed", "--batch-size", "x", "--dtype", "--zzz", "3", "--learning-rate", "--seed", "1", "--tw-game-pattern"]
+    config, problems = read(words, environ={})
+    assert problems == [
+        "--seed: expected one argument",
+        "--batch-size x: expected a whole number",
+        "--dtype: expected one argument",
+        "--learning-rate: expected one argument",
+        "--tw-game-pattern: expected one argument",
+        "--zzz: no such flag; bash launch.sh --help lists them",
+    ]
+    assert config == Config(), "without the flags that are wrong"
+
+
+def test_a_file_of_flags_that_does_not_exist_is_told_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "demo.args").touch()
+    for name, near in (("demo.arg", f"; did you mean @{tmp_path}/demo.args?"), ("other", ""), ("none/demo.arg", "")):
+        with pytest.raises(ConfigError) as error:
+            expand([f"@{tmp_path}/{name}"], environ={})
+        assert error.value.problems == [f"@{tmp_path}/{name}: cannot be read (No such file or directory): its flags are missing{near}"]
 
 
 def test_a_value_behind_an_unknown_flag_and_a_negative_number_are_no_flags() -> None:

@@ -286,6 +286,8 @@ def test_a_person_may_type_a_commands_number_and_is_not_asked_what_nobody_answer
     assert all(f'"{number}" is not listed.' in first for number in ("0", "99"))
     number = re.search(r"^ *(\d+) - take coin$", first, re.MULTILINE)[1]
     done = run_tool("play", *words, typed=f" {number} \n")
+    assert done.returncode == 0
+    assert "left after 0 turns of game 2 of 2\n" in done.stderr
     assert "Game 1 of 2: room-2" in done.stdout
     assert "The End" in done.stdout
     assert "won, score 3 of 3" in done.stdout
@@ -305,9 +307,8 @@ def test_what_a_person_reads_breaks_between_words() -> None:
 
 
 def test_a_person_may_leave(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
-    done = run_tool("play", "--human", "--game-dir", str(games_dir), "--out", str(tmp_path), typed="")
-    assert done.returncode == 1
-    assert "no episode was played" in done.stderr
+    done = run_tool("play", "--human", "--game-dir", str(games_dir), "--episodes", "2", "--out", str(tmp_path), typed="dance\n")
+    assert (done.returncode, done.stderr) == (0, "left after 1 turn of game 1 of 2\n")
 
 
 def test_games_in_the_layout_of_the_ftwp_archive_are_taken_as_they_are(games_dir: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -401,7 +402,12 @@ evaluate.show({evaluate.Column(place, policy, 1.0, 6): records for place in rang
         ),
         (evaluate, "--seed 1", "--seed: no such flag; did you mean --seeds?"),
         (evaluate, "--seeds 1", "RUN_OR_MODEL is missing"),
-        (play, "--game-dir", "argument --game-dir: expected one argument"),
+        (play, "--zzz 3 --game-dir", "--game-dir: expected one argument|--zzz: no such flag; |--model-path is missing"),
+        (
+            evaluate,
+            "m --seeds --gpu-memory-utilization y",
+            "--seeds: expected at least one argument|--gpu-memory-utilization y: expected a number|m: no such folder",
+        ),
         (play, "--foo -1", "--foo: no such flag; |--model-path is missing"),
         (play, "stray --zzz 3", "'stray' belongs to no flag|--zzz: no such flag; |--game-dir is missing"),
         (

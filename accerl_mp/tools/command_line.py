@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from accerl_mp.cli import belong_to_no_flag
+from accerl_mp.cli import PatientParser, belong_to_no_flag
 
 _KINDS = {int: "a whole number", float: "a number"}
 
@@ -22,7 +22,7 @@ class HelpWithDefaults(argparse.RawDescriptionHelpFormatter):
         return action.dest.rsplit("_", 1)[-1].upper()
 
 
-class ToolParser(argparse.ArgumentParser):
+class ToolParser(PatientParser):
     """argparse stops at the first problem and guesses at no flag; this one names them all, as launch.sh does."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -31,7 +31,7 @@ class ToolParser(argparse.ArgumentParser):
         self._bad: set[str] = set()
 
     def read(self, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-        """(what could be read, what could not): a flag with a problem has its default. Exits (2) where a flag's value is left out."""
+        """(what could be read, what could not): a flag with a problem has its default."""
         self._found, self._bad = [], set()
         needed = [action for action in self._actions if action.required]
         for action in needed:
@@ -59,6 +59,10 @@ class ToolParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self._refuse([*self._found, message])
+
+    def lacks_value(self, action: argparse.Action, problem: str) -> None:
+        self._bad.add(action.dest)
+        self._found.append(problem)
 
     def _refuse(self, problems: list[str]) -> NoReturn:
         self.exit(2, "\n".join([f"{self.prog}: this cannot be done:", *(f"- {problem}" for problem in problems), ""]))
