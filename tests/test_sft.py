@@ -117,3 +117,13 @@ def test_all_that_cannot_be_trained_is_said_at_once(capsys: pytest.CaptureFixtur
         "--seed",
     ):
         assert f"- {part}" in shown
+
+
+@pytest.mark.parametrize(("words", "saved"), [("", "nothing"), ("--out x --save-steps 3", "what --save-steps asked for until now")])
+def test_a_stop_says_what_was_saved(words: str, saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(supervised, "run", stopped)
+    assert sft.main(["--model-path", str(DEMO), "--device", "cpu", *words.split()]) == 130
+    assert capsys.readouterr().err == f"sft: stopped; {saved} was saved\n"

@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, OSError) as error:  # walks that are damaged, a template that cannot carry an episode, a full disk
         return _said(str(error), 1)
     except KeyboardInterrupt:
-        return _said("stopped; nothing but what --save-steps asked for was saved", 130)
+        return _said(f"stopped; {'what --save-steps asked for until now' if args.save_steps else 'nothing'} was saved", 130)
     if args.fsdp_rank is not None:
         exit_now(0)
     return 0
