@@ -13,6 +13,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from rich.console import Console
 from rich.table import Column, Table
 

@@ -21,6 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from bench.common import Result, alternate, make_parser, parse
 from bench.models import model_folder
 from bench.reference import PRESET, add_workload

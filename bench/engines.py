@@ -18,6 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from accerl_mp.launcher.environment import rank_environment
 from accerl_mp.topology import GpuPlan, visible_gpus
 from bench.common import Result, alternate, make_parser, parse

@@ -28,6 +28,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from accerl_mp.topology import visible_gpus
 from bench.common import ROOT, Result, make_parser, parse, python_path
 from bench.mixture import measure_mixture

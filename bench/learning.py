@@ -15,6 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from bench.common import Result
 
 REFERENCE = {"generated tokens": 1187.0, "trained tokens": 1036.0, "a step": 1.40}

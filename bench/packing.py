@@ -19,6 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 import numpy as np
 
 from accerl_mp.algorithms.packing import choose_packs, plan_packs

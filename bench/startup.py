@@ -15,6 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 from bench.common import Result, alternate, make_parser, parse, stopwatch
 from bench.runs import demo_flags, finished_run
 from bench.scratch import ray_driver, ray_python

@@ -29,6 +29,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from accerl_mp.tools import set_up  # noqa: F401
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist

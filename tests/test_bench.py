@@ -40,6 +40,30 @@ def run_bench(name: str, out: Path, *flags: object, timeout_s: float = 100.0) ->
     return result
 
 
+def test_a_script_without_its_packages_says_so_in_a_sentence() -> None:
+    """Python without them, as a machine's own is: -S leaves them out. The Ray actor's script has an environment of its own."""
+    others = ("ray_buffer", "episodes", "models")  # the last two are parts of it too
+    files = (ROOT / "bench").glob("*.py")
+    scripts = [path for path in files if path.stem not in others and "sys.path.insert(" in path.read_text()]
+    assert len(scripts) > 10
+    program = """
+import runpy, sys
+for path in sys.argv[1:]:
+    sys.argv = [path]
+    sys.modules.pop("accerl_mp.tools.set_up", None)
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        print(end)
+"""
+    words = [sys.executable, "-S", "-c", program, *map(str, scripts)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = done.stdout.splitlines()
+    assert len(said) == len(scripts)
+    assert all(line.startswith("this environment is not complete (numpy and ") for line in said), said
+
+
 def named(result: dict[str, Any], name: str, **labels: object) -> list[dict[str, Any]]:
     return [one for one in result["measures"] if one["name"] == name and labels.items() <= one["labels"].items()]
 

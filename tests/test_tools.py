@@ -182,7 +182,7 @@ def test_a_tool_that_is_called_during_the_set_up_says_so(tool: str) -> None:
     command = [sys.executable, "-S", "-m", f"accerl_mp.tools.{tool}", "--help"]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
-    num_more = 2 if tool in ("top", "report") else 9
+    num_more = 2 if tool in ("top", "report") else 10
     assert f"this environment is not complete (numpy and {num_more} more missing): bash launch.sh is setting it up" in done.stderr
 
 
