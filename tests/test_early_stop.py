@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from accerl_mp.launcher.summary import success_lines, unsaved_lines
 from accerl_mp.launcher.torchrun import Launcher
 from accerl_mp.recovery import Start, announce
 from accerl_mp.topology import RunPaths
+from accerl_mp.trainer import saving
 from accerl_mp.transport import process as processes
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import Closed
@@ -104,6 +106,20 @@ def test_a_start_that_breaks_because_a_peer_has_left_for_a_stop_is_no_failure(pa
     health.enter()
     assert processes._run(process, main) == code
     assert health.table.read(0).state == ends
+
+
+@pytest.mark.parametrize(("words", "is_asked"), [(("asked_to_end", "stop"), True), (("failed",), False), (("stop",), False)])
+def test_a_rank_that_was_sent_a_signal_waits_for_the_supervisors_verdict(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], is_asked: bool
+) -> None:
+    """A supervisor on a starved machine takes its time; who gives up before it saves nothing."""
+    monkeypatch.setattr(saving, "_STOP_SHOWS_S", 0.01)
+    board = Board.detached()
+    timer = threading.Timer(0.3, lambda: [board.set(word, 1) for word in words])
+    timer.start()
+    assert saving.was_asked_to_end(paths, board, is_leaving=True) == is_asked
+    assert not timer.is_alive() or board.get(words[-1]), "before the verdict"
+    timer.join()
 
 
 def test_torchrun_that_has_no_ranks_yet_is_not_waited_for(paths: RunPaths) -> None:

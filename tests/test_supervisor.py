@@ -348,11 +348,42 @@ def test_an_end_whose_last_state_could_not_be_saved_is_no_success_and_says_so(
     run.assert_nothing_left()
 
 
-def test_sigterm_to_the_rank_ends_the_run(start: Callable[..., Run]) -> None:
-    run = start("rollout:run")
-    run.wait_running("rollout/0", "trainer/0")
+@pytest.mark.parametrize("is_starting", [False, True])
+def test_a_signal_to_a_rank_itself_is_a_stop_of_the_run(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_starting: bool
+) -> None:
+    """Not an end of training: what the run has learned is saved, and the summary says that it was stopped."""
+    if is_starting:
+        monkeypatch.setenv("FAKE_IMPORTS", "yes")
+    run = start("rollout:run", world_size=2)
+    table = run.table()
+    wanted = {"starting"} if is_starting else {"running"}
+    run.wait_until(lambda: {row.state for row in table.snapshot() if row.name.startswith("trainer/")} == wanted)
+    board = Board.attach(run.paths.board)
+    run.ranks[1].send_signal(signal.SIGTERM)
+    assert run.codes() == [0, 0]
+    assert was_asked_to_end(run.paths, board, is_leaving=True), "ranks would save nothing"
+    assert "ends the run: trainer/1 got a signal to end" in run.terminal()
+    monkeypatch.setattr("sys.argv", ["summary", "--run-dir", str(run.paths.run_dir), "--exit-code", "0"])
+    summary.main()
+    shown = capsys.readouterr().out
+    assert "stopped on request" in shown
+    assert "finished" not in shown
+    run.assert_nothing_left()
+
+
+def test_a_rank_that_dies_before_it_has_begun_is_no_stop_although_torchrun_sends_the_others_a_signal(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_LATE_S", "600")
+    run = start("stats:run", world_size=2)
+    run.wait_running("stats/0", "trainer/0")
+    run.ranks[1].kill()
+    run.ranks[1].wait()
     run.ranks[0].send_signal(signal.SIGTERM)
-    assert run.codes() == [0]
+    assert run.codes()[0] == 1
+    assert PeerLost.load(run.paths.run_dir / FAILURE_FILE).role == "trainer/1"
+    assert not run.paths.stop.exists()
     run.assert_nothing_left()
 
 

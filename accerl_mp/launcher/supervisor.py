@@ -12,7 +12,6 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from accerl_mp import log
@@ -22,7 +21,7 @@ from accerl_mp.launcher.causes import describe, first_failure, last_lines, note,
 from accerl_mp.launcher.children import Child
 from accerl_mp.launcher.claim import LAUNCH_PID
 from accerl_mp.launcher.environment import gpu_plan
-from accerl_mp.launcher.leaving import none_was_cut_short, ranks_of, still_there, who_has_left
+from accerl_mp.launcher.leaving import End, end_by_ranks, none_was_cut_short, ranks_of, still_there, who_has_left, who_was_signalled
 from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.roles import Role, build_roles, table_names
 from accerl_mp.launcher.status_line import StatusLine
@@ -51,16 +50,6 @@ _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHU
 """Exit codes of somebody else's doing; any other end in the middle of an env step is the game's interpreter's."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class End:
-    """Why the run ends."""
-
-    reason: str
-    """finished: training is over. stopped: asked to. orphaned: rank 0 is gone. failed: `lost` says what."""
-    lost: PeerLost | None = None
-    detail: str = ""
 
 
 def fork_supervisor(run_dir: Path, roles: list[Role] | None = None) -> int:
@@ -168,18 +157,21 @@ class Supervisor:
 
     def _look_around(self) -> End | None:
         """Whether somebody outside the roles ends the run."""
+        was_signalled = who_was_signalled(self._table)  # first: torchrun sends a signal after a death, which is seen below then
         ranks = ranks_of(self._table)
         if lost := first_failure(ranks, self._paths):
             return End("failed", lost)
         if os.getppid() != self._parent_pid:
             return End("orphaned", detail="trainer/0 is gone")
-        if self._board.get("finished") or all(row.state == "ended" for row in ranks):
+        if self._board.get("finished"):
             return End("finished")
         if self._paths.stop.exists():
             return End("stopped", detail="it was asked to stop")
         if self._launcher_pid is not None and not is_alive(self._launcher_pid):
             return End("stopped", detail="launch.sh is gone")
-        return End("stopped", detail=f"the supervisor got {self._stop_asked}") if self._stop_asked else None
+        if self._stop_asked:
+            return End("stopped", detail=f"the supervisor got {self._stop_asked}")
+        return end_by_ranks(ranks, self._paths, was_signalled=was_signalled, rank_0=self._parent_pid)
 
     def _look_at_children(self) -> None:
         """Starts that are due, state `starting` that lasts too long, orphans, a debugger that died."""

@@ -124,9 +124,9 @@ class Trainer:
     def save_at_exit(self, kind: type[BaseException] | None, _error: BaseException | None, _trace: object) -> None:
         """However `run` ended: a last state if the run was asked to end or has failed, and all ranks still can; on a stop the export.
 
-        A rank that is told to leave because a peer died (SIGTERM, no DIR/stop) saves nothing: it would be alone.
+        A rank that is told to leave because a peer died (SIGTERM, the supervisor knows no stop) saves nothing: it would be alone.
         """
-        is_asked = was_asked_to_end(self._process.paths, self._process.board)
+        is_asked = was_asked_to_end(self._process.paths, self._process.board, is_leaving=kind is Closed)
         if kind is None or (kind is Closed and not is_asked) or not self._saver.all_are_at(self._step if self._is_between_steps else -1):
             return
         if is_asked:

@@ -45,6 +45,8 @@ from accerl_mp.transport.saved_ring import RingCut, pack_rank
 
 _GROUP_TIMEOUT = timedelta(minutes=30)
 _STOP_SHOWS_S = 1.0
+_VERDICT_S = 10.0
+"""The supervisor looks round five times a second; on a starved machine it may take this long."""
 _MEET = timedelta(seconds=6)
 """Ranks that all leave reach `all_are_at` within this time; one that died, or hangs in a collective, never does."""
 
@@ -232,13 +234,17 @@ class Saver:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def was_asked_to_end(paths: RunPaths, board: Board) -> bool:
+def was_asked_to_end(paths: RunPaths, board: Board, *, is_leaving: bool = False) -> bool:
     """Whether a person or the cluster has asked the run to end: DIR/stop, or the supervisor's word where the disk has no room for that.
 
-    waits for      either, at most 1 s: a signal to all processes at once reaches ranks before launch.sh writes DIR/stop
+    waits for      either, at most 1 s: a signal to all processes at once reaches ranks before launch.sh writes DIR/stop. `is_leaving`
+                   (a rank was sent a signal): at most 10 s, until the supervisor says whether that is a stop or follows a failure
+    a dead parent  (the supervisor) is waited for as long
     """
-    until = time.monotonic() + _STOP_SHOWS_S
+    until = time.monotonic() + (_VERDICT_S if is_leaving else _STOP_SHOWS_S)
     while not (is_asked := paths.stop.exists() or board.get("asked_to_end") == 1) and time.monotonic() < until:
+        if is_leaving and (board.get("failed") or board.get("stop")):
+            return board.get("asked_to_end") == 1  # set before `stop` is
         time.sleep(0.02)
     return is_asked
 

@@ -164,8 +164,15 @@ def _open(role: str, argv: list[str] | None) -> Process:
     log.setup(paths, role, args.index, config.metrics.log_level)
     stacks = _dump_stacks_on_usr1(paths.log(role, args.index))
     health = _attach(paths, name)
+    row = health.table.row_of(name)
+    health.table.set_word(row, "signalled", 0)
+
+    def on_signal(_number: int, _frame: object) -> None:
+        health.table.set_word(row, "signalled", 1)  # of a rank: the supervisor makes it a stop of the run
+        health.request_stop()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: health.request_stop())
+        signal.signal(number, on_signal)
     health.enter()
     debugging.install(name, args.run_dir, hold=health.table.hold, let_go=health.table.let_go)
     return Process(role, args.index, paths, config, health, health.board, stacks)
