@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from accerl_mp.config import Config
-from accerl_mp.launcher import torchrun
+from accerl_mp.launcher import summary, torchrun
 from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.summary import success_lines, unsaved_lines
 from accerl_mp.launcher.torchrun import Launcher
@@ -24,8 +24,8 @@ from accerl_mp.topology import RunPaths
 from accerl_mp.trainer import saving
 from accerl_mp.transport import process as processes
 from accerl_mp.transport.board import Board
-from accerl_mp.transport.errors import Closed
-from accerl_mp.transport.health import Health, HealthTable
+from accerl_mp.transport.errors import Closed, PeerLost
+from accerl_mp.transport.health import FAILURE_FILE, Health, HealthTable
 from accerl_mp.transport.process import Process
 from tests.saved_states import save_state
 
@@ -118,7 +118,7 @@ def test_a_rank_that_was_sent_a_signal_waits_for_the_supervisors_verdict(
     timer = threading.Timer(0.3, lambda: [board.set(word, 1) for word in words])
     timer.start()
     assert saving.was_asked_to_end(paths, board, is_leaving=True) == is_asked
-    assert not timer.is_alive() or board.get(words[-1]), "before the verdict"
+    assert board.get(words[0]), "it came before the verdict"
     timer.join()
 
 
@@ -214,6 +214,69 @@ def test_a_run_that_has_begun_nothing_is_not_said_to_be_saved_and_offers_no_look
     assert f"bash launch.sh --seed 3 --log-dir {paths.run_dir} --resume auto" in text
     Reached(step=1, saved_step=1).save(paths.reached)
     assert "accerl_mp.tools.report" in "\n".join(success_lines(paths, {}))
+
+
+@pytest.mark.parametrize(("trained_again", "is_lost"), [(0, True), (2, True), (3, False)])
+def test_a_stop_while_the_run_starts_again_before_any_state_says_which_steps_are_lost(
+    launcher: Launcher,
+    paths: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trained_again: int,
+    is_lost: bool,
+) -> None:
+    """status.json is the dead start's, and its numbers must not be taken for those of the run."""
+    starts = iter([1, 2])
+    (paths.run_dir / "command.txt").write_text("bash launch.sh --seed 3\n")
+
+    def start(*_: object) -> int:
+        if next(starts) == 1:
+            announce(paths.resume, 2)
+            Reached(step=3).save(paths.reached)
+            PeerLost("trainer/1", -9, "trainer-1.log", "it died").save(paths.run_dir / FAILURE_FILE)
+            return end_at_once(code=1)
+        board = Board.detached()
+        board.set("optimizer_step", trained_again)
+        if trained_again == 3:
+            save_state(paths.resume, 3, Config())
+            board.set("saved_step", 3)
+        Reached.of(board, step_before=Reached.load(paths.reached).step_before).save(paths.reached)
+        for file in (paths.stop, paths.ended):
+            file.touch()
+        return end_at_once(code=0)
+
+    monkeypatch.setattr(torchrun, "_start_torchrun", start)
+    code = launcher.run()
+    assert (code != 0) == is_lost
+    monkeypatch.setattr(summary, "read_status", lambda _: {"step": 2, "version": 1})
+    monkeypatch.setattr("sys.argv", ["summary", "--run-dir", str(paths.run_dir), "--exit-code", str(code)])
+    summary.main()
+    shown = capsys.readouterr().out
+    assert ("Steps 1 to 3 are lost: a trainer rank died before a state was saved" in shown) == is_lost
+    assert f"{trained_again} optimizer steps" in shown
+    assert "stopped on request" in shown
+
+
+@pytest.mark.parametrize("who_knows", ["launcher", "supervisor"])
+def test_a_stop_that_cannot_be_written_is_not_said_to_be_a_finish(
+    launcher: Launcher, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], who_knows: str
+) -> None:
+    (paths.run_dir / "command.txt").write_text("bash launch.sh --seed 3\n")
+    paths.stop.symlink_to(NOWHERE)
+
+    def start(*_: object) -> int:
+        Reached(step=4, saved_step=4, asked_to_end=int(who_knows == "supervisor")).save(paths.reached)
+        if who_knows == "launcher":
+            launcher._on_signal(signal.SIGINT, None)
+        return end_at_once(code=0)
+
+    monkeypatch.setattr(torchrun, "_start_torchrun", start)
+    assert launcher.run() == 0
+    monkeypatch.setattr("sys.argv", ["summary", "--run-dir", str(paths.run_dir), "--exit-code", "0"])
+    summary.main()
+    shown = capsys.readouterr().out
+    assert "stopped on request: 4 optimizer steps" in shown
+    assert "  to go on " in shown
 
 
 def test_a_state_that_was_saved_after_the_supervisors_last_word_counts(paths: RunPaths) -> None:

@@ -40,7 +40,7 @@ WHO_BEARS_IT = {
     "launcher/children.py": "the log file is there already",
     "trainer/replayed.py": "a tool that a person runs",
     # While a run trains.
-    "launcher/reached.py": "the supervisor's `without_disk`",
+    "launcher/reached.py": "the supervisor's `without_disk`, the launcher does without",
     "launcher/supervisor.py": "at the start; later `without_disk`",
     "launcher/sweep.py": "the supervisor's `without_disk`",
     "transport/errors.py": "`without_disk` of the supervisor and of rank 0; the launcher",

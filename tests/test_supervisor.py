@@ -16,6 +16,7 @@ import pytest
 from accerl_mp.config import Config
 from accerl_mp.launcher import summary
 from accerl_mp.launcher.claim import LAUNCH_PID
+from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.supervisor import BY_HAND
 from accerl_mp.launcher.sweep import leftovers, sweep
 from accerl_mp.recovery import folder_name
@@ -31,10 +32,11 @@ ROOT = Path(__file__).parent.parent
 class Run:
     """A run of fake ranks and roles under a real supervisor."""
 
-    def __init__(self, run_dir: Path, modes: str, *, world_size: int = 1, **flags: float) -> None:
+    def __init__(self, run_dir: Path, modes: str, *, world_size: int = 1, reached: Reached = Reached(), **flags: float) -> None:
         self.paths = RunPaths(run_dir)
         run_dir.mkdir(parents=True)
         Config.from_flat({"fsdp_world_size": world_size, "placement": "cpu"} | flags).save(self.paths.args)
+        reached.save(self.paths.reached)
         self.ranks = [self._start_rank(rank, modes) for rank in range(world_size)]
 
     def _start_rank(self, rank: int, modes: str) -> subprocess.Popen:
@@ -263,11 +265,12 @@ def test_after_kill_9_nothing_is_left(start: Callable[..., Run], victim: str) ->
 
 
 def test_a_stop_file_ends_the_run_with_exit_code_zero_even_if_a_role_is_deaf(start: Callable[..., Run]) -> None:
-    run = start("rollout:deaf,stats:run")
+    run = start("rollout:deaf,stats:run", reached=Reached(step_before=3))
     run.wait_running("rollout/0", "stats/0", "trainer/0")
     run.touch("stop")
     assert run.codes() == [0]
     assert "rollout/0 did not stop within 2 s: killed" in run.terminal()
+    assert Reached.load(run.paths.reached) == Reached(asked_to_end=1, step_before=3)
     run.assert_nothing_left()
 
 

@@ -1,7 +1,7 @@
 """How far a start has come and what of that is saved: the supervisor's last word, for which a full disk has room. Standard library only."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from accerl_mp.files import read_text, write_over
@@ -20,10 +20,15 @@ class Reached:
     """Those of them that the newest saved state holds."""
     version: int = 0
     """Weight pushes after the first."""
+    asked_to_end: int = 0
+    """1: by a person or the cluster. DIR/stop says so too, where the disk has room for that."""
+    step_before: int = 0
+    """Optimizer steps up to which an earlier start of the same launch.sh had come when a trainer rank died; 0: this is the first."""
 
     @classmethod
-    def of(cls, board: Board) -> "Reached":
-        return cls(board.get("optimizer_step"), board.get("saved_step"), max(0, board.get("policy_version")))
+    def of(cls, board: Board, *, step_before: int = 0) -> "Reached":
+        pushes = max(0, board.get("policy_version"))
+        return cls(board.get("optimizer_step"), board.get("saved_step"), pushes, board.get("asked_to_end"), step_before)
 
     @property
     def is_saved(self) -> bool:
@@ -38,7 +43,7 @@ class Reached:
         """Zeros where it is missing or damaged."""
         try:
             noted = json.loads(read_text(path))
-            found = cls(*(noted[name] for name in ("step", "saved_step", "version")))
+            found = cls(*(noted[field.name] for field in fields(cls)))
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return cls()
         return found if all(type(number) is int and number >= 0 for number in vars(found).values()) else cls()

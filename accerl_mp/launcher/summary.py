@@ -37,8 +37,8 @@ def main() -> None:
     wait_until_over(paths)
     status, reached = read_status(paths.run_dir), Reached.load(paths.reached)
     has_failed = (paths.run_dir / FAILURE_FILE).exists()
-    if args.exit_code == 0 or paths.stop.exists() or not (reached.is_saved or has_failed):
-        print("\n".join(success_lines(paths, status) + unsaved_lines(paths, reached)))
+    if args.exit_code == 0 or _was_stopped(paths, reached) or not (reached.is_saved or has_failed):
+        print("\n".join(success_lines(paths, status) + (lost_lines(paths, reached) or unsaved_lines(paths, reached))))
     else:
         print("\n".join(failure_lines(paths)), file=sys.stderr)
 
@@ -69,19 +69,22 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     is_of_this_start = status.get("begun", paths.begun()) == paths.begun()  # else it ended before its stats process had begun
     rounds_s = status.get("start_training_s", all_s) if is_of_this_start else 0.0
     before = [f"  with earlier starts {_minutes(all_s)} in rounds"] if all_s > rounds_s else []
-    how = "stopped on request" if paths.stop.exists() else "finished"
     reached = Reached.load(paths.reached)
+    was_stopped, has_lost_all = _was_stopped(paths, reached), bool(lost_lines(paths, reached))
+    how = "stopped on request" if was_stopped else "finished"
     # A start that went on from an older state and was stopped before its first step has that state's.
-    num_steps = reached.step or newest_step(paths.resume) or status.get("step", 0)
+    num_steps = reached.step or newest_step(paths.resume) or (0 if has_lost_all else status.get("step", 0))
     num_pushes = max(status.get("version", 0), reached.version)
     done = (
         f"The run has {how}: {num_steps} optimizer steps, {num_pushes} weight push{'' if num_pushes == 1 else 'es'} after the first,"
         f" {status.get('episodes', 0):,} episodes"
     )
-    if num_steps == 0 and paths.stop.exists():
+    if num_steps == 0 and was_stopped:
         done = "The run has stopped on request before its first optimizer step: there was nothing to save"
+    if num_steps == 0 and has_lost_all:
+        done = "The run has stopped on request while it started again: 0 optimizer steps are saved"
     lines = ["", done]
-    lines += (evaluation := _evaluation(status))
+    lines += (evaluation := [] if has_lost_all else _evaluation(status))
     is_empty = not (num_steps or evaluation) and _goes_on_from(paths) == "auto"
     looking = [f"  report              {report_command(paths.run_dir)}", f"  TensorBoard         {tensorboard_command(paths.run_dir)}"]
     label = "to begin anew" if is_empty else "to go on"
@@ -91,8 +94,26 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
         *before,
         f"  run folder          {paths.run_dir}",
         *([] if is_empty else looking),
-        *([f"  {label:<20}{command}"] if paths.stop.exists() and (command := resume_command(paths)) else []),
+        *([f"  {label:<20}{command}"] if was_stopped and (command := resume_command(paths)) else []),
     ]
+
+
+def _was_stopped(paths: RunPaths, reached: Reached) -> bool:
+    return paths.stop.exists() or reached.asked_to_end == 1
+
+
+def lost_lines(paths: RunPaths, reached: Reached) -> list[str]:
+    """What a stop has lost that came after a trainer rank had died and before any state was saved; the exit code is not 0 then."""
+    if not _was_stopped(paths, reached) or not reached.step_before or newest_step(paths.resume):
+        return []
+    has = reached.saved_step
+    with contextlib.suppress(StateError):
+        if given := Start.load(paths.resume).saved:
+            has = max(has, given.content["trainer"]["step"])
+    if reached.step_before <= max(has, reached.step):
+        return []
+    why = "a trainer rank died before a state was saved, and the run was stopped before it had trained them again"
+    return ["", f"Steps {has + 1} to {reached.step_before} are lost: {why}"]
 
 
 def unsaved_lines(paths: RunPaths, reached: Reached) -> list[str]:

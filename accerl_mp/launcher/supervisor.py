@@ -84,6 +84,7 @@ class Supervisor:
         self._children = [Child(role, index) for role in roles for index in range(role.count)]
         self._restarts = dict.fromkeys((role.name for role in roles), 0)
         self._stop_asked = ""
+        self._step_before = Reached.load(paths.reached).step_before
         self._orphans_until = 0.0
         launcher = os.environ.get(LAUNCH_PID)
         self._launcher_pid = int(launcher) if launcher else None
@@ -126,7 +127,7 @@ class Supervisor:
         with without_disk("a failure may go without its name"):
             PeerLost.clear(self._paths.run_dir / FAILURE_FILE)
         with without_disk("the summary may count steps too few"):
-            Reached().save(self._paths.reached)
+            Reached(step_before=self._step_before).save(self._paths.reached)
         self._board = Board.create(self._paths.board)
         self._table = HealthTable.create(self._paths.health, table_names(self._config, self._roles))
         self._health = Health("supervisor/0", table=self._table, board=self._board)
@@ -288,7 +289,7 @@ class Supervisor:
             self._stop(role, timeout_s=min(role.stop_timeout_s, _FAST_STOP_S) if fast else role.stop_timeout_s)
         self._kill_orphans()
         has_left = end.reason in ("finished", "stopped") and self._wait_for_ranks()
-        reached = Reached.of(self._board)
+        reached = Reached.of(self._board, step_before=self._step_before)
         with without_disk("the summary may count steps too few"):
             reached.save(self._paths.reached)
         if has_left and reached.is_saved:

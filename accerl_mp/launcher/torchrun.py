@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from accerl_mp.config import Config
@@ -23,7 +24,7 @@ from accerl_mp.launcher.children import send
 from accerl_mp.launcher.claim import claim
 from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.resuming import plan_restart
-from accerl_mp.launcher.summary import wait_until_over
+from accerl_mp.launcher.summary import lost_lines, wait_until_over
 from accerl_mp.recovery import StateError, announced_in
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import NOT_TRIED_AGAIN, PeerLost
@@ -63,7 +64,15 @@ class Launcher:
             signal.signal(number, self._on_signal)
 
     def run(self) -> int:
-        """Returns the exit code."""
+        """Returns the exit code: not 0 where a stop leaves nothing of what an earlier start had trained."""
+        code = self._run()
+        reached = Reached.load(self._paths.reached)
+        if self._was_signalled and not reached.asked_to_end:
+            with contextlib.suppress(OSError):  # the summary says "finished" then, where DIR/stop has no room either
+                replace(reached, asked_to_end=1).save(self._paths.reached)
+        return code or int(bool(lost_lines(self._paths, reached)))
+
+    def _run(self) -> int:
         num_restarts, code, lost = 0, 2, None
         while True:
             # First of all: where launch.sh was killed, another start may have the folder by now, and no word of this one belongs in it.
@@ -117,6 +126,9 @@ class Launcher:
         except (OSError, StateError) as error:
             _say(f"{lost}\nlaunch.sh: cannot start the run again: {error}; its saved states are kept for --resume auto")
             return False
+        before = Reached.load(self._paths.reached)
+        with contextlib.suppress(OSError):  # what a stop in this start loses may go unsaid then
+            Reached(step_before=max(before.step, before.step_before)).save(self._paths.reached)
         where = f"from {Path(start.state).name}" if start.state else "from the beginning: no state was saved yet"
         _say(f"{lost}\nlaunch.sh: starts the run again (restart {num_restarts} of {self._most}) {where}")
         return True
