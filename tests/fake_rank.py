@@ -40,7 +40,7 @@ def roles() -> list[Role]:
 
 def _role(name: str, mode: str) -> Role:
     command = [sys.executable, "-c", f"from tests.fake_role import main, run_process; run_process({name!r}, main)"]
-    limits = {"stop_timeout_s": 20, "start_timeout_s": 60} if mode == "hangs-in-its-start" else {"stop_timeout_s": 2, "start_timeout_s": 3}
+    limits = {"stop_timeout_s": 20, "start_timeout_s": 60} if "start" in mode else {"stop_timeout_s": 2, "start_timeout_s": 3}
     return Role(name, 1, command, lambda _index: dict(os.environ) | {"FAKE_MODE": mode}, **limits)
 
 

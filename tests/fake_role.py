@@ -18,7 +18,7 @@ def main(process: Process) -> None:
         raise ValueError("no such weights")
     if mode == "grandchild":
         _start_grandchild(process.paths.run_dir)
-    if mode == "shares":
+    if mode in ("shares", "shares-while-it-starts"):
         process.shared = SharedMemory(create=True, size=4096)  # type: ignore[attr-defined]  # held open as long as the process
         (process.paths.run_dir / "shared").write_text(process.shared.name)  # type: ignore[attr-defined]
     if mode == "deaf":
@@ -28,7 +28,7 @@ def main(process: Process) -> None:
         os._exit(EXIT_GAME_HUNG)
     if mode == "breakpoint":
         breakpoint()
-    if mode == "hangs-in-its-start":
+    if mode in ("hangs-in-its-start", "shares-while-it-starts"):
         _stand_still()
     if mode != "never-ready":
         process.health.set_state("running")

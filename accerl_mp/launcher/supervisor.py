@@ -4,6 +4,7 @@ Forked by trainer rank 0 before it imports anything heavy. Standard library only
 signal is tied to the thread that started a child.
 """
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -43,6 +44,8 @@ _AT_ONCE_S = 5.0
 _MAX_DEATHS_AT_ONCE = 3
 _MAX_BACK_OFF_S = 10.0
 _ORPHAN_SCAN_S = 5.0
+_FOREIGN_S = 1.0
+"""So often while vLLM starts: it makes its shared memory long before it is ready."""
 _RANKS_LEAVE_S = 25.0
 _SAID_AFTER_S = 2.0
 _FAST_STOP_S = 3.0
@@ -85,7 +88,7 @@ class Supervisor:
         self._restarts = dict.fromkeys((role.name for role in roles), 0)
         self._stop_asked = ""
         self._step_before = Reached.load(paths.reached).step_before
-        self._orphans_until = 0.0
+        self._orphans_until = self._foreign_due = 0.0
         launcher = os.environ.get(LAUNCH_PID)
         self._launcher_pid = int(launcher) if launcher else None
 
@@ -214,6 +217,10 @@ class Supervisor:
         if child.was_running:
             with without_disk("a `kill -9` of everything would leave vLLM's shared memory behind"):
                 note_foreign(self._paths, descendants())
+        elif child.role.name == "inference" and now >= self._foreign_due:
+            self._foreign_due = now + _FOREIGN_S
+            with contextlib.suppress(OSError):  # said once it runs
+                note_foreign(self._paths, [child.pid, *descendants(child.pid)])
         if row.state == "starting" and now - child.started > child.role.start_timeout_s and not self._table.holder:
             flag = f" ({child.role.start_flag})" if child.role.start_flag else ""
             child.verdict = f"it was not ready after {child.role.start_timeout_s:.0f} s{flag}"

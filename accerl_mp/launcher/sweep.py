@@ -40,7 +40,9 @@ def note_foreign(paths: RunPaths, pids: list[int]) -> None:
 
     OSError where the disk is full: the old list stays.
     """
-    files = mapped(pids) | set(map(str, _foreign(paths)))
+    known = set(map(str, _foreign(paths)))
+    if (files := mapped(pids) | known) == known:
+        return
     temporary = paths.run_dir / f"{_FOREIGN}.new"
     temporary.write_text("".join(f"{file}\n" for file in sorted(files)))
     temporary.rename(paths.run_dir / _FOREIGN)
