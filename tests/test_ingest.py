@@ -408,11 +408,16 @@ class Run:
         self.processes[name].wait(10)
 
     def stop(self) -> None:
+        wait_until(self.ingest_runs)  # one that is still starting leaves at once, without books
         self.board.set("stop", 1)
         codes = {name: process.wait(10) for name, process in self.processes.items()}
         assert set(codes.values()) <= {0}, (codes, self.log("ingest-0"))
         books = json.loads((self.paths.run_dir / "books.json").read_text())
         assert (books["groups"]["imbalance"], books["samples"]["imbalance"]) == (0, 0), books
+
+    def ingest_runs(self) -> bool:
+        row = self.table.read(self.table.row_of("ingest/0"))
+        return (row.pid, row.state) == (self.processes["ingest/0"].pid, "running")
 
     def log(self, name: str) -> str:
         return (self.paths.run_dir / "logs" / f"{name}.log").read_text()

@@ -201,7 +201,8 @@ name = sys.argv[1]
 sys.argv = [name, *sys.argv[2:]]
 runpy.run_module("accerl_mp.tools." + name, run_name="__main__", alter_sys=True)
 """
-    command = [sys.executable, "-c", program, *words.replace("RUN", str(root / "tests/finished_run")).split()]
+    run = str(root / "tests/finished_run")  # its path may hold spaces
+    command = [sys.executable, "-c", program, *(run if word == "RUN" else word for word in words.split())]
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr

@@ -31,19 +31,27 @@ def who_was_signalled(table: HealthTable) -> str:
     return f"{', '.join(names)} got a signal to end" if names else ""
 
 
-def end_by_ranks(ranks: list[HealthRow], paths: RunPaths, *, was_signalled: str, rank_0: int) -> End | None:
+def end_by_ranks(table: HealthTable, paths: RunPaths, *, was_signalled: str, rank_0: int) -> End | None:
     """The end that ranks ask for which have not failed. A person or a cluster may send a signal to one process: the whole run stops.
 
-    torchrun sends one too, once a rank has died. One that had not come to the table is known by its absence. rank_0: its pid.
+    torchrun sends one too, once a rank has died. One that had not come to the table is known by its absence, after 10 s at most.
+
+    rank_0: its pid
     """
+    ranks = ranks_of(table)
     detail = was_signalled or ("all ranks have left before training was over" if all(row.state == "ended" for row in ranks) else "")
     never_came = [row.name for row in ranks if row.state == "none"]
-    if not detail or (never_came and _some_are_on_their_way(ranks, rank_0)):
+    if not detail or (never_came and _signalled_for_s(table) < _UNSEEN_S and _some_are_on_their_way(ranks, rank_0)):
         return None
     if never_came:
         role, _, index = never_came[0].partition("/")
         return End("failed", PeerLost(never_came[0], None, str(paths.log(role, int(index))), "it ended before it had begun"))
     return End("stopped", detail=detail)
+
+
+def _signalled_for_s(table: HealthTable) -> float:
+    since = [word for row in ranks_of(table) if (word := table.word(table.row_of(row.name), "signalled"))]
+    return table.clock() - min(since) if since else 0.0
 
 
 def still_there(table: HealthTable, *, rank_0: int, waited_s: float) -> list[str]:

@@ -175,7 +175,7 @@ class Supervisor:
             return End("stopped", detail="launch.sh is gone")
         if self._stop_asked:
             return End("stopped", detail=f"the supervisor got {self._stop_asked}")
-        return end_by_ranks(ranks, self._paths, was_signalled=was_signalled, rank_0=self._parent_pid)
+        return end_by_ranks(self._table, self._paths, was_signalled=was_signalled, rank_0=self._parent_pid)
 
     def _look_at_children(self) -> None:
         """Starts that are due, state `starting` that lasts too long, orphans, a debugger that died."""

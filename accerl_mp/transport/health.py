@@ -34,7 +34,7 @@ _HEADER = ("magic", "num_rows", "held_since", "held_total", "holder")
 _WORDS = (
     *("pid", "state", "beat", "tick", "num_ticks", "changed"),
     *("exit_code", "num_restarts", "reached"),  # reached: collectives that a trainer rank has begun
-    *("wait_sequence", "wait_since", "wait_timeout", "signalled"),  # signalled: 1 once SIGTERM or SIGINT has reached it
+    *("wait_sequence", "wait_since", "wait_timeout", "signalled"),  # signalled: when SIGTERM or SIGINT reached it, in whole s
     *("plays", "died_playing"),  # group id + 1 whose env step is being made; of the last end, if the game ended it (supervisor)
 )
 _FLOATS = {"beat", "tick", "changed", "wait_since", "wait_timeout", "held_since", "held_total"}

@@ -168,7 +168,7 @@ def _open(role: str, argv: list[str] | None) -> Process:
     health.table.set_word(row, "signalled", 0)
 
     def on_signal(_number: int, _frame: object) -> None:
-        health.table.set_word(row, "signalled", 1)  # of a rank: the supervisor makes it a stop of the run
+        health.table.set_word(row, "signalled", int(health.table.clock()))  # of a rank: the supervisor makes it a stop of the run
         health.request_stop()
 
     for number in (signal.SIGTERM, signal.SIGINT):
