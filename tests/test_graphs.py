@@ -133,6 +133,7 @@ def test_graphs_that_cannot_be_turned_off_are_not_said_to_agree(caplog: pytest.L
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_an_engine_whose_graphs_are_wrong_goes_on_without_and_its_pushes_are_verified(tmp_path: Path) -> None:
     with start_inference(tmp_path, program=Path(__file__).parent / "wrong_graphs_inference.py") as run:
         run.connect()
