@@ -545,7 +545,8 @@ def test_synchronous_trains_only_on_the_newest_version(make_run):
 
 @pytest.mark.parametrize("victims", [["ingest/0"], ["rollout/0", "rollout/1"], ["ingest/0", "rollout/0"]])
 def test_no_group_is_lost_or_doubled_when_processes_are_killed(make_run, victims):
-    run = make_run(max_policy_lag=4, sync_every_optimizer_steps=1, client={"groups": 2, "seconds": 0.03})
+    # So many games that none is played at three deaths in a row: it would be set aside, and its groups with it.
+    run = make_run(num_games=60, max_policy_lag=4, sync_every_optimizer_steps=1, client={"groups": 2, "seconds": 0.03})
     run.start_all()
     trainer, rng = Trainer(run), random.Random(len(victims))
     for round_number in range(4):
