@@ -1,5 +1,6 @@
 """Faults planted on the wire and after it, each named; salts; several inference processes."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
@@ -92,6 +93,16 @@ def test_the_probe_bears_few_tokens_that_are_off_and_in_float32_none(dtype: torc
     compare_logprobs(1, expected, [{"logprobs": got}], PROBE_BOUNDS[dtype])
     got[5 : 6 + most] += 5.0
     with pytest.raises(WrongWeights):
+        compare_logprobs(1, expected, [{"logprobs": got}], PROBE_BOUNDS[dtype])
+
+
+@pytest.mark.parametrize(("dtype", "is_borne"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_the_two_percent_of_a_probe_that_are_worst_count_in_float32_alone(dtype: torch.dtype, is_borne: bool) -> None:
+    rng = np.random.default_rng(4)
+    expected = np.concatenate([[0.0], rng.normal(-14, 2.8, 255)])
+    got = expected.copy()
+    got[5:10] -= 30.0
+    with contextlib.nullcontext() if is_borne else pytest.raises(WrongWeights):
         compare_logprobs(1, expected, [{"logprobs": got}], PROBE_BOUNDS[dtype])
 
 
