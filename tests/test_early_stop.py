@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from accerl_mp.config import Config
-from accerl_mp.launcher import summary, torchrun
+from accerl_mp.launcher import leaving, summary, torchrun
 from accerl_mp.launcher.reached import Reached
 from accerl_mp.launcher.summary import success_lines, unsaved_lines
 from accerl_mp.launcher.torchrun import Launcher
@@ -309,3 +309,24 @@ def test_a_start_from_another_runs_state_that_is_stopped_at_once_loses_nothing_a
         paths.reached.unlink()
     [command] = [line for line in success_lines(paths, {}) if "launch.sh" in line]
     assert command.endswith(f"--log-dir {paths.run_dir} --resume auto"), own
+
+
+@pytest.mark.parametrize(("signalled_s", "is_awaited"), [(1.0, True), (11.0, False)])
+def test_a_rank_that_has_not_come_is_waited_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signalled_s: float, is_awaited: bool
+) -> None:
+    """Whoever started the ranks may have other children, which look like one on its way."""
+    monkeypatch.setattr(leaving, "_some_are_on_their_way", lambda *_: True)
+    paths = RunPaths(tmp_path)
+    table = HealthTable.create(paths.health, ["trainer/0", "trainer/1"])
+    board = Board.create(paths.board)
+    try:
+        Health("trainer/0", table=table, board=board).enter()
+        table.set_word(0, "signalled", int(table.clock() - signalled_s))
+        end = leaving.end_by_ranks(table, paths, was_signalled=leaving.who_was_signalled(table), rank_0=os.getpid())
+        assert (end is None) == is_awaited
+        assert is_awaited or (end.reason, end.lost.role) == ("failed", "trainer/1")
+    finally:
+        for shared in (table, board):
+            shared.close()
+            shared.unlink()
