@@ -104,7 +104,7 @@ def varlen_attention(
     _refuse_unsupported(module, others)
     # Fewer key heads than query heads are the kernel's own business: torch 2.11's has no enable_gqa, and needs none (tests/gpu).
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    query, key, value = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     output = varlen_attn(query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=window)
     return output[None], None
 
@@ -129,7 +129,7 @@ def flash2_attention(
 
     _refuse_unsupported(module, others)
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    query, key, value = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     return flash_attn_varlen_func(query, key, value, *lengths, softmax_scale=scaling, causal=True, window_size=window)[None], None
 
@@ -156,7 +156,7 @@ def cudnn_attention(
     if value.shape[-1] != query.shape[-1]:
         raise ValueError(f"{type(module).__name__} has values of another size than its keys: --attn-implementation cudnn takes one size")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = (heads[0].transpose(0, 1) for heads in (query, key, value))
+    query, key, value = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     pack = {"segment_ends": segment_ends, "segment_sizes": segment_sizes, "longest": longest, "stats_rows": stats_rows}
     return cudnn.attend(query, key, value, **pack, scale=scale, window=sliding_window)[None], None
 

@@ -14,6 +14,7 @@ from accerl_mp.config import Config
 from accerl_mp.models.attention import choose
 from accerl_mp.models.fsdp import decoder_layers, reshard
 from accerl_mp.models.names import persistent_buffers, remember_conversion
+from accerl_mp.models.rotation import fuse_rotations
 from accerl_mp.models.sources import open_source
 
 
@@ -31,8 +32,10 @@ def load_model(config: Config, device: torch.device, *, meta: bool = False) -> n
     """
     folder = Path(config.model.model_path)
     hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code, local_files_only=True)
-    attention = choose(config.model.attn_implementation, device=device, dtype=compute_dtype(config, device), config=hf_config)
+    dtype = compute_dtype(config, device)
+    attention = choose(config.model.attn_implementation, device=device, dtype=dtype, config=hf_config)
     model = build_empty(hf_config, attention=attention, trust_remote_code=config.model.trust_remote_code)
+    fuse_rotations(model, device, dtype)
     remember_conversion(model)
     select_trainable(model, config.model.train_mode)
     if config.model.gradient_checkpointing:
