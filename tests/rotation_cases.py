@@ -71,7 +71,7 @@ def check_kernels(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> None
 
 def kernels_give_what_the_formula_gives() -> None:
     """Tokens that fill no tile, one tile, several; heads in no fixed ratio; a backward whose programs take several tiles."""
-    assert rotation_kernel.PROGRAMS_PER_PROCESSOR * rotation_kernel.BACKWARD_TOKENS < 150
+    assert rotation_kernel.PROGRAMS_PER_PROCESSOR * rotation_kernel.TOKENS < 150
     for shape in ((1, 1, 1, 32), (16, 4, 2, 32), (150, 3, 1, 64), (37, 2, 2, 128)):
         for dtype in TOLERANCES:
             check_kernels(shape, dtype)
