@@ -10,7 +10,7 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -134,36 +134,33 @@ class Engine:
 
         Not AsyncLLM.pause_generation: that sleeps 20 ms on top.
         """
-        await self._llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
+        core = self._llm.engine_core
+        if mode == "abort":
+            await core.pause_scheduler_async(mode="keep", clear_cache=False)
+            await core.call_utility_async("give_outputs")
+        await core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
         await self._llm.engine_core.resume_scheduler_async()
 
     async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """An RPC of weight_sync/receiver.py on every worker, between two steps of the engine. EngineError if one fails there."""
-        # vLLM raises a plain Exception, whatever it was there.
-        (answer,) = await asyncio.gather(self._llm.collective_rpc(method, args=args), return_exceptions=True)
-        if isinstance(answer, asyncio.CancelledError):
-            raise answer
-        if isinstance(answer, BaseException):
-            raise EngineError(f"{method} failed in a worker: {answer}") from answer
-        return answer
+        return await _answer_of(method, self._llm.collective_rpc(method, args=args))
 
     @contextlib.asynccontextmanager
     async def swapped(self, version: int) -> AsyncIterator[tuple[list[dict[str, Any]], dict[str, int]]]:
         """Swap the weights between two steps. Gives (each worker's report, {our key: its output tokens at that moment}).
 
-        Inside the block every output that was made before the swap has reached its request and none that was made after it,
-        whether generation goes on or not. So what the worker does not know of has either not begun, or was put back by the
-        scheduler: then what has arrived is what there is.
+        Inside the block every reply that was over before the swap has reached its request and none that was over after it,
+        whether generation goes on or not. What the worker does not know of has either not begun, or was put back by the scheduler:
+        that knows how many tokens it has.
         """
         with self._outputs.held():
-            reports = await self.call_workers("sync_swap", version)
+            reports, made = await _answer_of("sync_swap", self._llm.engine_core.call_utility_async("swap_weights", version))
             while (counts := (await self.call_workers("sync_counts"))[0]) is None:
                 await asyncio.sleep(_LOOK_S)
             await self._outputs.let_through(until=min(report["time"] for report in reports))
-            arrived = self._outputs.replies.num_tokens()
-            yield reports, {self.key_of(key): count for key, count in (arrived | counts).items()}
+            yield reports, {self.key_of(key): count for key, count in (made | counts).items()}
 
     @staticmethod
     def key_of(internal_id: str) -> str:
@@ -219,6 +216,16 @@ class Engine:
             raise EngineError(f"token ids must be below {self.vocab_size} and not negative, got {lowest} to {highest}")
 
 
+async def _answer_of(method: str, call: Awaitable[Any]) -> Any:
+    """Of a call into vLLM's loop. It raises a plain Exception, whatever it was there: EngineError."""
+    (answer,) = await asyncio.gather(call, return_exceptions=True)
+    if isinstance(answer, asyncio.CancelledError):
+        raise answer
+    if isinstance(answer, BaseException):
+        raise EngineError(f"{method} failed in a worker: {answer}") from answer
+    return answer
+
+
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
     """vLLM's own errors as EngineError."""
@@ -251,6 +258,7 @@ def engine_arguments(config: Config, replica: int) -> dict[str, Any]:
         "enable_expert_parallel": inference.enable_expert_parallel,
         "enforce_eager": inference.enforce_eager or is_cpu,
         "worker_extension_cls": "accerl_mp.inference.worker.EngineWorker",
+        "scheduler_cls": "accerl_mp.inference.scheduler.make_scheduler",
         "disable_log_stats": True,
         "block_size": _BLOCK_SIZE["cpu" if is_cpu else "gpu"],
     }

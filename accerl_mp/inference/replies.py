@@ -1,7 +1,7 @@
-"""Replies put together from what vLLM's engine loop sends, token by token.
+"""Replies put together from what vLLM's engine loop sends: whole ones, and parts of those that are aborted (scheduler.py).
 
-AsyncLLM does the same for its requests with much that is not needed here (text, ranks, statistics, an object an output): about
-25 us a token in the one process that serves every rollout, which is what bounds short replies of a small model on a GPU.
+AsyncLLM does the same for its requests with much that is not needed here (text, ranks, statistics, tasks of its own) in the one
+process that serves every rollout, which bounds short replies of a small model on a GPU.
 """
 
 import asyncio
@@ -50,10 +50,6 @@ class ReplyCollector:
     def forget(self, request_id: str) -> None:
         """Whatever still comes for it is dropped."""
         self._growing.pop(request_id, None)
-
-    def num_tokens(self) -> dict[str, int]:
-        """{request id: tokens that have come} of every request that is expected."""
-        return {request_id: len(growing.ids) for request_id, growing in self._growing.items()}
 
     def take(self, outputs: Any) -> None:
         """Take what belongs to expected requests out of an EngineCoreOutputs; AsyncLLM finds the rest in it."""
