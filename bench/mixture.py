@@ -13,6 +13,7 @@ import numpy as np
 from accerl_mp.topology import visible_gpus
 from bench.common import ROOT, Result
 from bench.run_folder import Failed, RunFolder, lines_of
+from bench.token_times import read_tokens
 
 PRESET = ROOT / "accerl_mp" / "presets" / "qwen-moe-4gpu.args"
 GAP_AFTER_S = 0.05
@@ -82,7 +83,7 @@ class CardMemory(threading.Thread):
 
 
 def _report_mixture(result: Result, run: RunFolder, memory: CardMemory) -> None:
-    tokens, pushes = np.load(run.folder / "tokens-0.npy"), np.load(run.folder / "pushes-0.npy")[1:]  # the first one is waited for
+    tokens, pushes = read_tokens(run.folder / "tokens-0.f64"), np.load(run.folder / "pushes-0.npy")[1:]  # the first one is waited for
     if not len(pushes) or not len(tokens):
         raise Failed(f"{len(pushes)} pushes after the first, {len(tokens)} steps with tokens")
     around = [tokens[(tokens[:, 0] >= began) & (tokens[:, 0] <= end + GAP_AFTER_S)] for _, began, _, end in pushes]

@@ -6,9 +6,8 @@ import numpy as np
 
 from bench.common import Result
 
-TOKENS_FILE = "tokens.npy"
-"""[N, 4] float64 in the run folder, a row a step: when its outputs were made (time.monotonic), their tokens, the longest gap of a
-request, first tokens of a reply among them."""
+TOKENS_FILE = "tokens.f64"
+"""In the run folder, see bench/token_times.py."""
 _BEFORE_S, _AFTER_S = 0.002, 0.03
 """A swap's effect on generation shows within this time of it."""
 _PHASES = ("begin", "gather", "send", "pause", "load", "resume", "swap", "standstill")

@@ -1,4 +1,4 @@
-"""The inference process of bench/weight_sync.py: the real one, with a note of when each token came out of vLLM.
+"""The inference process of bench/weight_sync.py: the real one, with a note of when each token was made.
 
 Settings of a push are read anew from the run folder before each `connect`, so that one engine serves all variants.
 """
@@ -7,8 +7,6 @@ import asyncio
 import importlib.util
 from typing import Any
 
-import numpy as np
-
 from accerl_mp.config import Config
 from accerl_mp.inference.control import PushControl
 from accerl_mp.inference.engine import Engine
@@ -16,35 +14,10 @@ from accerl_mp.inference.server import InferenceServer
 from accerl_mp.inference.stops import find_stop_ids
 from accerl_mp.transport.process import Process, run_process
 from bench.push_report import TOKENS_FILE
+from bench.token_times import note_tokens
 
 # As in accerl_mp/inference/__main__.py: vLLM's own processes run this first.
 __spec__ = importlib.util.find_spec("accerl_mp.inference.child")
-
-
-class Tap:
-    """Looks at what vLLM's engine loop sends, before anything else does."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._outputs = engine._outputs
-        self._take = self._outputs._take
-        self._outputs._take = self._get
-        self._last: dict[str, float] = {}
-        self.rows: list[tuple[float, int, float, int]] = []
-
-    async def _get(self) -> Any:
-        outputs = await self._take()
-        count, gap, num_first = 0, 0.0, 0
-        for output in outputs.outputs:
-            if output.new_token_ids:
-                count += len(output.new_token_ids)
-                num_first += output.request_id not in self._last
-                gap = max(gap, outputs.timestamp - self._last.get(output.request_id, outputs.timestamp))
-                self._last[output.request_id] = outputs.timestamp
-            if output.finish_reason is not None:
-                self._last.pop(output.request_id, None)
-        if count:
-            self.rows.append((outputs.timestamp, count, gap, num_first))
-        return outputs
 
 
 class Server(InferenceServer):
@@ -65,13 +38,12 @@ class Server(InferenceServer):
 
 
 def main(process: Process) -> None:
+    note_tokens(process.paths.run_dir / TOKENS_FILE)
     engine = Engine.start(process.config, find_stop_ids(process.paths.tokenizer, process.config.inference.infer_stop))
-    tap = Tap(engine)
     try:
         asyncio.run(Server(process, engine).run())
     finally:
         engine.close()
-        np.save(process.paths.run_dir / TOKENS_FILE, np.array(tap.rows))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""An inference process of a real run, with notes of when tokens came out of vLLM and when weights were on their way and swapped.
+"""An inference process of a real run, with notes of when tokens were made and when weights were on their way and swapped.
 
-At its end it writes two arrays into the run folder, times by time.monotonic():
+In the run folder, times by time.monotonic():
 
-    tokens-N.npy   [steps, 3]    when a step's outputs were made, their tokens, the longest time that a request had waited for its own
-    pushes-N.npy   [pushes, 4]   version, when it was announced, when its swap began and ended
+    tokens-N.f64   see bench/token_times.py
+    pushes-N.npy   [pushes, 4]   version, when it was announced, when its swap began and ended; written at the end
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from accerl_mp.inference.engine import Engine
 from accerl_mp.inference.server import InferenceServer
 from accerl_mp.inference.stops import find_stop_ids
 from accerl_mp.transport.process import Process, run_process
-from bench.tapped_inference import Tap
+from bench.token_times import note_tokens
 
 # As in accerl_mp/inference/__main__.py: vLLM's own processes run this first.
 __spec__ = importlib.util.find_spec("accerl_mp.inference.child")
@@ -50,18 +49,14 @@ class PushNotes:
 
 def main(process: Process) -> None:
     stop_ids = find_stop_ids(process.paths.tokenizer, process.config.inference.infer_stop)
+    note_tokens(process.paths.run_dir / f"tokens-{process.index}.f64")
     engine = Engine.start(process.config, stop_ids, replica=process.index)
-    tap, pushes = Tap(engine), PushNotes(engine)
+    pushes = PushNotes(engine)
     try:
         asyncio.run(InferenceServer(process, engine).run())
     finally:
-        save(process.paths.run_dir, process.index, tap.rows, pushes.rows)
+        np.save(process.paths.run_dir / f"pushes-{process.index}.npy", np.array(pushes.rows, np.float64).reshape(-1, 4))
         engine.close()
-
-
-def save(folder: Path, index: int, tokens: list[Any], pushes: list[Any]) -> None:
-    np.save(folder / f"tokens-{index}.npy", np.array(tokens, np.float64).reshape(-1, 3))
-    np.save(folder / f"pushes-{index}.npy", np.array(pushes, np.float64).reshape(-1, 4))
 
 
 if __name__ == "__main__":

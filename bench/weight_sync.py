@@ -43,6 +43,7 @@ from accerl_mp.transport.process import Process
 from bench.common import ROOT, Result, make_parser, parse
 from bench.push_model import MODELS, PROMPT_TOKENS, MakePrompt, build_model, change_weights, folder_of, write_folders
 from bench.push_report import TOKENS_FILE, report_variant
+from bench.token_times import read_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +242,7 @@ class Bench:
         return start, report
 
     def report(self, result: Result) -> None:
-        rows = np.load(self.paths.run_dir / TOKENS_FILE)
+        rows = read_tokens(self.paths.run_dir / TOKENS_FILE)
         for variant, *idle in self._idle:
             if pushes := [(at, report) for other, at, report in self._pushes if other == variant]:
                 reference_s = self._args.pause_between_s / 3  # the last third: the weights' change is over

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import common, compare, end_to_end, packing, push_report  # noqa: E402
+from bench import common, compare, end_to_end, packing, push_report, token_times  # noqa: E402
 from bench.episodes import Shape, draw_shapes, make_sample, recorded_shapes  # noqa: E402
 
 
@@ -282,3 +282,23 @@ def test_a_push_is_told_from_a_prompt_by_the_steps_around_it() -> None:
     assert [round(max(found[name])) for name in calm] == [pytest.approx(28, abs=1.1), pytest.approx(4)]
     assert found["rate on the wire / before the push"] == [pytest.approx(1, abs=0.2)]
     assert found["on the wire"] == [pytest.approx(200)]
+
+
+def test_token_times_are_noted_step_by_step_in_whole_rows(tmp_path: Path) -> None:
+    """Also by a process that is killed in the middle of a row."""
+    file = tmp_path / "tokens.f64"
+    notes = token_times._Notes(file)
+    steps = [[("a", 1, False), ("b", 1, False)], [], [("a", 2, True), ("b", 0, False)], [("a", 1, False), ("b", 1, True)]]
+    for step in steps:
+        for key, count, is_over in step:
+            reason = "stop" if is_over else None
+            notes.see(SimpleNamespace(request_id=key, new_token_ids=[0] * count, finish_reason=reason))
+        notes.end_step()
+    with file.open("ab") as added:
+        added.write(bytes(13))
+    rows = token_times.read_tokens(file)
+    assert rows.shape == (3, 4)
+    times, counts, gaps, firsts = rows.T
+    assert list(counts) == [2, 2, 2]
+    assert list(firsts) == [2, 0, 1], "the second request of one name begins anew"
+    assert gaps == pytest.approx([0, times[1] - times[0], times[2] - times[0]])
