@@ -6,6 +6,7 @@ and a message), and each asks for the next reply when it has had the last, `--th
 settings; `--set NAME=VALUE` changes one of vLLM's own arguments.
 
     python bench/engine_loop.py --model MODEL --cases trained:128 stock:128 trained:256 --trace
+    python bench/engine_loop.py --model MODEL --cases long:64 --set scheduler_cls=null        # vLLM's own scheduler: a message a step
 """
 
 import argparse
@@ -65,9 +66,10 @@ SHAPES = {
     "trained": Shape(message=110, reply=5, turns=4, think_ms=15.0),
     "stock": Shape(message=200, reply=12, turns=17, think_ms=3.0),
     "short": Shape(first=20, message=30, reply=8, turns=6, think_ms=3.0),
+    "long": Shape(first=20, message=10, reply=400, turns=1, think_ms=0.0),
 }
 """SmolLM2-135M in easy TextWorld games: after some steps of sft, and as it is (its replies name no command, so no game goes on);
-prompts of a few dozen tokens, whose steps are small."""
+prompts of a few dozen tokens, whose steps are small; long replies, whose steps are decoding alone."""
 _SYSTEM_TOKENS, _GROUP = 100, 8
 """What every prompt begins with; episodes with the same first prompt."""
 
