@@ -36,7 +36,7 @@ import psutil
 from accerl_mp.config import Config, resolve
 from accerl_mp.launcher.environment import gpu_plan, rank_environment, role_environment, vllm_sockets
 from accerl_mp.topology import GpuPlan, RunPaths, visible_gpus
-from accerl_mp.transport import channels, sockets
+from accerl_mp.transport import channels, shared_files, sockets
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.health import Health, HealthTable
 from accerl_mp.transport.process import Process
@@ -183,6 +183,7 @@ class Bench:
             file.unlink()
         with suppress(FileNotFoundError):
             self.paths.sockets.rmdir()
+        shared_files.remove(shared_files.named_after([os.getpid()]))  # CUDA leaves its own
 
     def measure(self, variant: Variant, repeats: int) -> None:
         """Idle, then the pushes, all under load."""

@@ -7,6 +7,8 @@ import mmap
 import os
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from accerl_mp.recovery import Start, StateError
 from accerl_mp.stats.status import Status
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.health import HealthTable
 from tests.saved_states import FILES, save_state
 
 NEWEST, OLDER = recovery.folder_name(2, 2), recovery.folder_name(1, 1)
@@ -348,3 +351,64 @@ def test_shared_memory_of_libraries_goes_with_the_run(tmp_path: Path, name: str)
     finally:
         for each in (file, other):
             each.unlink(missing_ok=True)
+
+
+def gpu_files(pid: int) -> list[Path]:
+    """Names as torch and CUDA give them."""
+    return [Path(f"/dev/shm/torch_{pid}_1867018562_0"), Path(f"/dev/shm/cuda.shm.0.{pid:x}.1")]
+
+
+EXITS = """
+import os, sys
+from pathlib import Path
+from accerl_mp.transport.process import exit_now
+for name in (f"torch_{os.getpid()}_1867018562_0", f"cuda.shm.0.{os.getpid():x}.1"):
+    Path("/dev/shm", name).touch()
+if sys.argv[1] == "exits":
+    exit_now(0)
+os._exit(9)
+"""
+
+
+@pytest.mark.parametrize("way", ["exits", "is killed"])
+def test_what_a_gpu_process_shares_goes_with_it(run_dir: Path, way: str) -> None:
+    """The torch and CUDA of a rank that hands out its memory name files after it. Those of a living process stay."""
+    paths, own = RunPaths(run_dir), gpu_files(os.getpid())
+    child = subprocess.Popen([sys.executable, "-c", EXITS, way])
+    files = gpu_files(child.pid)
+    table = HealthTable.create(paths.health, ["trainer/0", "trainer/1"])
+    try:
+        for row, pid in enumerate((child.pid, os.getpid())):
+            table.set_word(row, "pid", pid)
+        child.wait(60)
+        assert [file.exists() for file in files] == [way == "is killed"] * 2
+        for file in own:
+            file.touch()
+        note_foreign(paths, [os.getpid()])
+        assert set(sweep(paths)) == {paths.health, *(files if way == "is killed" else [])}
+        assert not any(file.exists() for file in files)
+        assert all(file.exists() for file in own)
+    finally:
+        for file in files + own + [paths.health]:
+            file.unlink(missing_ok=True)
+
+
+def test_who_is_gone_is_known_by_the_name_of_what_it_shared(run_dir: Path) -> None:
+    """vLLM's processes are no rows of the table: what was noted of them counts."""
+    paths = RunPaths(run_dir)
+    child = subprocess.Popen(["sleep", "60"])
+    files = gpu_files(child.pid)
+    try:
+        for file in files:
+            file.touch()
+        note_foreign(paths, [child.pid])
+        assert sweep(paths) == []
+        assert all(file.exists() for file in files)
+        note_foreign(paths, [child.pid])
+        child.kill()
+        child.wait(60)
+        assert set(sweep(paths)) == set(files)
+    finally:
+        child.kill()
+        for file in files:
+            file.unlink(missing_ok=True)

@@ -29,7 +29,7 @@ from accerl_mp.inference.replies import EngineLost, Generation
 from accerl_mp.inference.supported import warning_of
 from accerl_mp.model_folder import CPU_KV_CACHE_GIB
 from accerl_mp.transport.process import spawns
-from accerl_mp.transport.shared_files import descendants, mapped, remove
+from accerl_mp.transport.shared_files import descendants, remove, used_by
 
 _BLOCK_SIZE = {"cpu": 32, "gpu": 64}
 """Tokens of a KV block. vLLM's CPU default of 128 would share almost nothing of a prompt of 170 tokens; its GPU default of 16 has
@@ -173,7 +173,7 @@ class Engine:
 
     def close(self) -> None:
         """End vLLM's processes: asked first, then killed. What its CPU workers share goes too: vLLM leaves that where it kills them."""
-        shared = mapped(self._processes & set(descendants()))
+        shared = used_by(self._processes & set(descendants()))
         self._llm.shutdown(timeout=_STOP_S)
         remove(shared)
 

@@ -10,7 +10,8 @@ from typing import TextIO
 
 from accerl_mp.files import read_text
 from accerl_mp.topology import RunPaths
-from accerl_mp.transport.shared_files import FOREIGN, mapped
+from accerl_mp.transport.health import HealthTable
+from accerl_mp.transport.shared_files import may_be_removed, named_after, used_by
 
 _FOREIGN = "shared.txt"
 """In the run folder: shared memory that libraries made under names of their own (vLLM: 160 MiB an engine)."""
@@ -41,7 +42,7 @@ def note_foreign(paths: RunPaths, pids: list[int]) -> None:
     OSError where the disk is full: the old list stays.
     """
     known = set(map(str, _foreign(paths)))
-    if (files := mapped(pids) | known) == known:
+    if (files := used_by(pids) | known) == known:
         return
     temporary = paths.run_dir / f"{_FOREIGN}.new"
     temporary.write_text("".join(f"{file}\n" for file in sorted(files)))
@@ -52,7 +53,16 @@ def _foreign(paths: RunPaths) -> list[Path]:
     record = paths.run_dir / _FOREIGN
     names = read_text(record, errors="replace").splitlines() if record.is_file() else []
     # What is named here is removed: of a damaged list only what can have been written, and no folder.
-    return [Path(name) for name in names if name.startswith(FOREIGN) and "/.." not in name and Path(name).is_file()]
+    names += sorted(named_after(_pids(paths)) - set(names))
+    return [Path(name) for name in names if may_be_removed(name) and "/.." not in name and Path(name).is_file()]
+
+
+def _pids(paths: RunPaths) -> list[int]:
+    """Of the run's processes, trainer ranks among them, as its health table has them."""
+    with contextlib.suppress(OSError, ValueError):  # gone, or of another version
+        table = HealthTable.attach(paths.health)
+        return [int(table.word(row, "pid")) for row in range(table.num_rows)]
+    return []
 
 
 def lock(paths: RunPaths, *, patience_s: float = 0.0) -> TextIO | None:

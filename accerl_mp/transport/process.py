@@ -27,6 +27,7 @@ from accerl_mp.topology import RunPaths
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.errors import Closed, PeerLost
 from accerl_mp.transport.health import PARENT_PID, Health, HealthTable, is_alive
+from accerl_mp.transport.shared_files import named_after, remove
 
 SPAWNER = "ACCERL_SPAWNED_BY"
 """Environment variable: pid of the process that spawns others with multiprocessing."""
@@ -107,8 +108,10 @@ def exit_now(code: int) -> NoReturn:
     """End this process without the interpreter's own end; what was printed is flushed, `atexit` does not run. For trainer ranks.
 
     Python 3.11 unwinds a thread that asks for the GIL while the interpreter ends. Out of gloo's C++ that is a call of terminate()
-    (seen once in some hundred runs: SIGABRT just after a rank's last collective).
+    (seen once in some hundred runs: SIGABRT just after a rank's last collective). What torch and CUDA would take away then goes here.
     """
+    with contextlib.suppress(OSError):
+        remove(named_after([os.getpid()]))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # a full disk, which is no failure of the rank
             stream.flush()

@@ -1,16 +1,43 @@
 """Shared memory that libraries make under names of their own, found by the processes that have mapped it. Standard library only."""
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
-FOREIGN = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
+from accerl_mp.transport.health import is_alive
+
+_SHM = "/dev/shm"
+_FOREIGN = (f"{_SHM}/psm_", f"{_SHM}/sem.mp-", f"{_SHM}/vllm_dist_")
 """multiprocessing's shared memory and semaphores, and what vLLM's CPU workers of one model share."""
+_BY_PID = re.compile(_SHM + r"/(?:torch_(\d+)_|cuda\.shm\.[^./]+\.([0-9a-f]+)\.)[^/]*")
+"""What torch and CUDA make where a process hands out memory of its GPU: its pid, CUDA's in hexadecimal. It stays where the process
+ends without the interpreter's own end (`exit_now`, `kill -9`)."""
 
 
-def mapped(pids: Iterable[int]) -> set[str]:
-    """Files of these names that the processes have mapped."""
-    return {file for pid in pids for file in _mapped_by(pid)}
+def used_by(pids: Iterable[int]) -> set[str]:
+    """Files of such names that the processes have mapped, or that are named after them."""
+    pids = set(pids)
+    return {file for pid in pids for file in _mapped_by(pid)} | named_after(pids)
+
+
+def named_after(pids: Iterable[int]) -> set[str]:
+    """Files that torch or CUDA has made for processes of these pids, living or not."""
+    wanted = set(pids)
+    with os.scandir(_SHM) as entries:
+        return {entry.path for entry in entries if _owner_of(entry.path) in wanted}
+
+
+def may_be_removed(file: str) -> bool:
+    """Whether it has such a name and, where that tells, whoever it is named after is gone."""
+    owner = _owner_of(file)
+    return file.startswith(_FOREIGN) if owner is None else not is_alive(owner)
+
+
+def _owner_of(file: str) -> int | None:
+    if (found := _BY_PID.fullmatch(file)) is None:
+        return None
+    return int(found[1]) if found[1] else int(found[2], 16)
 
 
 def remove(files: Iterable[str]) -> None:
@@ -49,5 +76,5 @@ def _mapped_by(pid: int) -> set[str]:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return set()
-    files = {line.split(None, 5)[5] for line in lines if "/dev/shm/" in line}
-    return {file for file in files if file.startswith(FOREIGN) and not file.endswith("(deleted)")}
+    files = {line.split(None, 5)[5] for line in lines if f"{_SHM}/" in line}
+    return {file for file in files if file.startswith(_FOREIGN) and not file.endswith("(deleted)")}
