@@ -12,20 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accerl_mp.files import read_text, write_atomically
-from accerl_mp.flags import ConfigError, flag
+from accerl_mp.flags import ENGINES, EPISODES, KEPT, PLACES, RANKS, SAMPLES, TOKENS, ConfigError, flag
 
 TEXTWORLD = "textworld"
 """`--env` of TextWorld's games."""
-
-
-# Bounds of counts, far above what a machine can do: beyond them a start would fill the memory before it could say what it lacks.
-_RANKS = {"at_least": 1, "at_most": 1024, "beyond": "each is a process of its own on this machine"}
-_ENGINES = {"at_least": 1, "at_most": 64, "beyond": "each is a process of its own on this machine, with a model"}
-_EPISODES = {"at_least": 1, "at_most": 1 << 16, "beyond": "all of them are played and kept in memory together"}
-_SAMPLES = {"at_least": 1, "at_most": 1 << 16, "beyond": "all of them are in memory together"}
-_TOKENS = {"at_least": 1, "at_most": 1 << 24, "beyond": "memory is taken for all of them together"}
-_PLACES = {"at_least": 1, "at_most": 10**7, "beyond": "each has a place of its own in shared memory"}
-_KEPT = {"at_least": 1, "at_most": 10**6, "beyond": "all of them are kept in memory"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +46,8 @@ class GameConfig:
     tw_game_dir: str = flag("", "folder of TextWorld games, each .z8 with its .json beside it (required)")
     tw_game_pattern: str = flag("*.z8", "glob of game files inside --tw-game-dir, searched in subfolders too")
     tw_game_limit: int | None = flag(None, "keep the first K games after a shuffle by --seed", at_least=1)
-    tw_max_episode_steps: int = flag(20, "turns (model replies, valid or not) until an episode is cut", **_KEPT)
-    tw_history_token_window: int = flag(2048, "tokens of the transcript until an episode is cut", **_TOKENS)
+    tw_max_episode_steps: int = flag(20, "turns (model replies, valid or not) until an episode is cut", **KEPT)
+    tw_history_token_window: int = flag(2048, "tokens of the transcript until an episode is cut", **TOKENS)
     tw_gamma: float = flag(1.0, "discount of Monte-Carlo returns (ppo)", at_least=0, at_most=1)
     tw_step_penalty: float = flag(0.0, "subtracted on each valid env step")
     tw_win_bonus: float = flag(1.0, "added on the winning step")
@@ -78,7 +68,7 @@ class AlgorithmConfig:
     """Algorithm and loss"""
 
     rl_algorithm: Literal["ppo", "grpo", "rloo"] = flag("grpo", "advantages: Monte-Carlo returns, or relative to the group")
-    grpo_group_size: int | None = flag(None, "episodes of one game in a group (default: --rollout-batch-size)", **_EPISODES)
+    grpo_group_size: int | None = flag(None, "episodes of one game in a group (default: --rollout-batch-size)", **EPISODES)
     grpo_adv_eps: float = flag(1e-8, "added to the group's std; a group whose std is not above it has no signal", above=0)
     grpo_norm: Literal["std", "none"] = flag("std", "divide group advantages by the group's std, or not")
     keep_zero_std_groups: bool = flag(False, "store and train groups without signal too (they are counted either way)")
@@ -115,12 +105,12 @@ class AlgorithmConfig:
 class BatchConfig:
     """Batching"""
 
-    max_length: int = flag(2048, "longest trained sequence, in tokens", **_TOKENS)
-    batch_size: int = flag(16, "samples in a padded micro-batch; most samples in a varlen pack", **_SAMPLES)
-    grad_accum_steps: int = flag(8, "micro-batches per rank and optimizer step", **_SAMPLES)
+    max_length: int = flag(2048, "longest trained sequence, in tokens", **TOKENS)
+    batch_size: int = flag(16, "samples in a padded micro-batch; most samples in a varlen pack", **SAMPLES)
+    grad_accum_steps: int = flag(8, "micro-batches per rank and optimizer step", **SAMPLES)
     train_packing: Literal["padded", "varlen"] = flag("padded", "rows padded to the longest, or samples packed in one row")
-    train_token_budget: int | None = flag(None, "most tokens in a pack (required with varlen)", **_TOKENS)
-    train_pack_candidate_pool_size: int | None = flag(None, "samples among which packs are chosen (default: 4 x --batch-size)", **_KEPT)
+    train_token_budget: int | None = flag(None, "most tokens in a pack (required with varlen)", **TOKENS)
+    train_pack_candidate_pool_size: int | None = flag(None, "samples among which packs are chosen (default: 4 x --batch-size)", **KEPT)
     train_logprob_mode: Literal["full_logits_ce", "response_only_lm_head"] = flag(
         "full_logits_ce", "LM head at every position, or only where a trained token is predicted (varlen)"
     )
@@ -144,7 +134,7 @@ class ReplayConfig:
     """Replay"""
 
     replay_capacity: int | None = flag(
-        None, "samples in each rank's ring (default: batch x accumulation x 4, and room for two groups beside a step)", **_PLACES
+        None, "samples in each rank's ring (default: batch x accumulation x 4, and room for two groups beside a step)", **PLACES
     )
     replay_bytes: int | None = flag(None, "bytes of each rank's ring (default: capacity x a sample of --max-length)")
     replay_wait_sleep_seconds: float = flag(0.2, "longest sleep between two looks at the ring while waiting for samples", above=0)
@@ -163,14 +153,14 @@ class RunConfig:
         "auto", "where trainer and vLLM run; auto: cpu without a GPU, colocated with one, dedicated with more"
     )
     fsdp_world_size: int | None = flag(
-        None, "trainer ranks (default by placement: cpu 2, colocated 1, dedicated GPUs - tp x infer)", **_RANKS
+        None, "trainer ranks (default by placement: cpu 2, colocated 1, dedicated GPUs - tp x infer)", **RANKS
     )
     fsdp_master_addr: str | None = flag(None, "torchrun rendezvous address (default: 127.0.0.1)")
     fsdp_master_port: int | None = flag(None, "torchrun rendezvous port (default: a free one, chosen by torchrun)", at_least=0)
     sync_every_optimizer_steps: int = flag(8, "optimizer steps in a round; each round ends with a weight push", at_least=1)
     max_sync_rounds: int | None = flag(None, "end after exactly N rounds (default: no limit but --max-steps)", at_least=1)
-    num_rollout_workers: int | None = flag(None, "rollout processes (default: --fsdp-world-size)", **_RANKS)
-    rollout_batch_size: int = flag(8, "episodes that a rollout process plays at a time", **_EPISODES)
+    num_rollout_workers: int | None = flag(None, "rollout processes (default: --fsdp-world-size)", **RANKS)
+    rollout_batch_size: int = flag(8, "episodes that a rollout process plays at a time", **EPISODES)
     rollout_stop_timeout: float = flag(10.0, "seconds to wait for a rollout process to stop before it is ended", above=0)
     # numpy, which vLLM seeds, takes 32 bits and no sign; engines count on from it.
     seed: int = flag(42, "seed of model, games, episodes, vLLM and replay", at_least=0, at_most=2**31 - 1)
@@ -187,17 +177,17 @@ class RunConfig:
 class InferenceConfig:
     """Inference"""
 
-    infer_size: int | None = flag(None, "inference processes, each a whole vLLM engine (default 1)", **_ENGINES)
-    infer_tp_size: int = flag(1, "GPUs of one engine (tensor parallel)", **_ENGINES)
-    infer_max_tokens: int = flag(16, "most tokens of a reply", **_TOKENS)
+    infer_size: int | None = flag(None, "inference processes, each a whole vLLM engine (default 1)", **ENGINES)
+    infer_tp_size: int = flag(1, "GPUs of one engine (tensor parallel)", **ENGINES)
+    infer_max_tokens: int = flag(16, "most tokens of a reply", **TOKENS)
     # vLLM refuses more, and samples at 0.01 instead of less: the trainer would divide by another.
     infer_temperature: float = flag(1.0, "sampling temperature of training episodes", at_least=0.01, at_most=2)
     infer_top_p: float = flag(1.0, "nucleus sampling; only 1.0 trains exactly, anything less is refused", above=0, at_most=1)
     infer_stop: str = flag("\\n", "text that ends a reply, beside the end-of-turn token (\\n: a newline; empty: none)")
-    vllm_max_num_seqs: int = flag(128, "requests that vLLM runs at a time", **_SAMPLES)
-    vllm_max_num_batched_tokens: int = flag(8192, "tokens of one vLLM step", **_TOKENS)
+    vllm_max_num_seqs: int = flag(128, "requests that vLLM runs at a time", **SAMPLES)
+    vllm_max_num_batched_tokens: int = flag(8192, "tokens of one vLLM step", **TOKENS)
     vllm_max_model_len: int | None = flag(
-        None, "vLLM's context length (default: the window, which holds the replies too)", **_TOKENS | {"at_most": 2 << 24}
+        None, "vLLM's context length (default: the window, which holds the replies too)", **TOKENS | {"at_most": 2 << 24}
     )
     disable_vllm_prefix_caching: bool = flag(False, "recompute the whole prompt at every turn")
     gpu_memory_utilization: float | None = flag(None, "share of a GPU's memory for vLLM (default: 0.85 dedicated, 0.35 colocated)")
@@ -238,7 +228,7 @@ class MetricsConfig:
     """Metrics, evaluation and checkpoints"""
 
     log_every: int = flag(1, "rounds between two progress lines", at_least=1)
-    metrics_window_size: int = flag(1000, "episodes in the sliding window", **_KEPT)
+    metrics_window_size: int = flag(1000, "episodes in the sliding window", **KEPT)
     metrics_active_timeout_seconds: float = flag(600.0, "a rollout process that ended an episode this recently counts as active", above=0)
     log_dir: str | None = flag(None, "run folder (default: runs/TextWorld_FSDP/<timestamp>)")
     log_level: str = flag("info", "[role=]LEVEL of the log files, several separated by commas")
@@ -248,7 +238,7 @@ class MetricsConfig:
     checkpoint_every_sync_rounds: int = flag(0, "rounds between two exports; 0: only the last", at_least=0)
     eval_game_dir: str | None = flag(None, "folder of held-out games, played before, during and after training")
     eval_every_rounds: int = flag(0, "rounds between two evaluations; 0: only before the first step and at the end", at_least=0)
-    eval_episodes_per_game: int = flag(1, "episodes of each held-out game in an evaluation", **_KEPT)
+    eval_episodes_per_game: int = flag(1, "episodes of each held-out game in an evaluation", **KEPT)
     eval_temperature: float = flag(1.0, "sampling temperature of evaluation", at_least=0, at_most=2)
     transcripts_every: int = flag(50, "every N-th episode is written to episodes/; 0: none", at_least=0)
     max_restarts: int = flag(3, "restarts of each role's processes until the run stops", at_least=0)

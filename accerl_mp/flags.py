@@ -3,6 +3,15 @@
 from dataclasses import field
 from typing import Any
 
+# Bounds of counts, far above what a machine can do: beyond them a start would fill the memory before it could say what it lacks.
+RANKS = {"at_least": 1, "at_most": 1024, "beyond": "each is a process of its own on this machine"}
+ENGINES = {"at_least": 1, "at_most": 64, "beyond": "each is a process of its own on this machine, with a model"}
+EPISODES = {"at_least": 1, "at_most": 1 << 16, "beyond": "all of them are played and kept in memory together"}
+SAMPLES = {"at_least": 1, "at_most": 1 << 16, "beyond": "all of them are in memory together"}
+TOKENS = {"at_least": 1, "at_most": 1 << 24, "beyond": "memory is taken for all of them together"}
+PLACES = {"at_least": 1, "at_most": 10**7, "beyond": "each has a place of its own in shared memory"}
+KEPT = {"at_least": 1, "at_most": 10**6, "beyond": "all of them are kept in memory"}
+
 
 class ConfigError(ValueError):
     """Flags that cannot work. `problems` holds one sentence each: the flag as typed, its value, the consequence."""
