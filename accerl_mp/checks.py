@@ -10,7 +10,7 @@ from pathlib import Path
 
 from accerl_mp.bounds import bad_numbers, without
 from accerl_mp.cli import option_of, without_those_of
-from accerl_mp.config import Config, largest_group
+from accerl_mp.config import Config
 from accerl_mp.export_place import export_problems
 from accerl_mp.games import GamesError, find_games, list_games
 from accerl_mp.model_folder import engine_problems, folder_problems, read_facts
@@ -168,7 +168,7 @@ def _batch(config: Config) -> Iterator[str]:
 
 def _replay(config: Config) -> Iterator[str]:
     replay, run = config.replay, config.run
-    group_size = largest_group(config)
+    group_size = config.largest_group
     needed = config.batch.batch_size * config.batch.grad_accum_steps + group_size
     if replay.min_replay_size_per_rank > replay.replay_capacity:
         yield (

@@ -290,6 +290,18 @@ class Config:
             raise ConfigError([f"unknown setting {name!r}" for name in unknown])
         return cls(**{name: _group_from(group, values) for name, group in GROUPS.items()})
 
+    @property
+    def group_size(self) -> int:
+        """Episodes of a training group, which play the same game; with ppo each is a group of its own."""
+        if self.algorithm.rl_algorithm == "ppo":
+            return 1
+        return self.algorithm.grpo_group_size or self.run.rollout_batch_size
+
+    @property
+    def largest_group(self) -> int:
+        """Most samples of a training group: an episode is one sample, with `--history-mode window` one a turn."""
+        return self.group_size * (self.games.tw_max_episode_steps if self.games.history_mode == "window" else 1)
+
     def to_flat(self) -> dict[str, Any]:
         """`{field name: value}` over all groups."""
         return {key: value for name in GROUPS for key, value in dataclasses.asdict(getattr(self, name)).items()}
@@ -327,11 +339,9 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
     # Which of a GPU's kernels `auto` takes follows from the card and the model: the trainer says it when it has loaded them.
     has_kernels = placement != "cpu" and dtype == "bfloat16" and not run.deterministic
     attention = _resolve_auto(config.model.attn_implementation, "auto" if has_kernels else "sdpa")
-    group_size = _default(config.algorithm.grpo_group_size, run.rollout_batch_size)
     step_samples = batch.batch_size * batch.grad_accum_steps
     # Room for a step's samples beside a group that is on its way, whatever the group size.
-    most = largest_group(config.replace(grpo_group_size=group_size))
-    capacity = _default(config.replay.replay_capacity, max(4 * step_samples, step_samples + 2 * most))
+    capacity = _default(config.replay.replay_capacity, max(4 * step_samples, step_samples + 2 * config.largest_group))
     return config.replace(
         placement=placement,
         dtype=dtype,
@@ -342,7 +352,7 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
         fsdp_world_size=world_size,
         fsdp_master_addr=_default(run.fsdp_master_addr, "127.0.0.1"),
         num_rollout_workers=_default(run.num_rollout_workers, world_size),
-        grpo_group_size=group_size,
+        grpo_group_size=_default(config.algorithm.grpo_group_size, run.rollout_batch_size),
         train_pack_candidate_pool_size=_default(batch.train_pack_candidate_pool_size, 4 * batch.batch_size),
         replay_capacity=capacity,
         replay_bytes=_default(config.replay.replay_bytes, capacity * sample_bytes_bound(batch.max_length)),
@@ -358,12 +368,6 @@ def resolve(config: Config, *, num_gpus: int, log_dir: str) -> Config:
 def sample_bytes_bound(num_tokens: int) -> int:
     """Bytes that a sample of this many tokens takes at most in a ring: all arrays, every token trained, and headers."""
     return num_tokens * (6 * 4 + 1 + 2 * 4) + 1024
-
-
-def largest_group(config: Config) -> int:
-    """Most samples of one group: an episode is one sample, with `--history-mode window` one a turn."""
-    episodes = 1 if config.algorithm.rl_algorithm == "ppo" else config.algorithm.grpo_group_size or 1
-    return episodes * (config.games.tw_max_episode_steps if config.games.history_mode == "window" else 1)
 
 
 def _longest_warmup(optimizer: OptimizerConfig) -> int:

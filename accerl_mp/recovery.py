@@ -229,7 +229,7 @@ def identity(config: Config, games_note: Path | None = None, games: list[Path] |
 
     games_note, games: the note of the run's list of its games, or that list; without either, as their folder is now
     """
-    algorithm, chosen = config.algorithm, config.games
+    chosen = config.games
     model, names = "?", []
     with contextlib.suppress(OSError):
         model = _digest(read_file(Path(config.model.model_path) / "config.json"))
@@ -240,8 +240,8 @@ def identity(config: Config, games_note: Path | None = None, games: list[Path] |
     return {
         "--model-path": f"{config.model.model_path} (config.json {model})",
         "--train-mode": config.model.train_mode,
-        "--rl-algorithm": algorithm.rl_algorithm,
-        "--grpo-group-size": "1" if algorithm.rl_algorithm == "ppo" else str(algorithm.grpo_group_size),
+        "--rl-algorithm": config.algorithm.rl_algorithm,
+        "--grpo-group-size": str(config.group_size),
         "--tw-game-dir": f"{chosen.tw_game_dir} ({len(names)} games {_digest(os.fsencode(chr(10).join(names)))})",
         "--history-mode": chosen.history_mode,
         "--seed": str(config.run.seed),

@@ -12,6 +12,7 @@ import pytest
 from accerl_mp import checks
 from accerl_mp.cli import build_parser, expand, option_of, parse, read, to_argv
 from accerl_mp.config import GROUPS, Config, ConfigError, resolve
+from accerl_mp.recovery import identity
 from accerl_mp.topology import plan_gpus, visible_gpus
 
 REFERENCE_FLAGS = """
@@ -488,6 +489,29 @@ def test_flags_that_other_flags_leave_idle_are_said(folders: dict[str, Any]) -> 
     typed = Config.from_flat(folders | {"rl_algorithm": "ppo", "grpo_group_size": 4, "kv_on_sync": "recompute", "sync_mode": "drain"})
     said = checks.warnings(resolve(typed, num_gpus=0, log_dir="unused"), typed)
     assert [warning.split()[0] for warning in said if "no effect" in warning] == ["--grpo-group-size", "--kv-on-sync"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, (3, 3)),
+        ({"grpo_group_size": 4}, (4, 4)),
+        ({"rl_algorithm": "ppo"}, (1, 1)),
+        ({"rl_algorithm": "ppo", "grpo_group_size": 4}, (1, 1)),
+    ],
+)
+def test_a_training_group_has_one_size_resolved_or_not(flags: dict[str, Any], expected: tuple[int, int]) -> None:
+    config = Config.from_flat({"rollout_batch_size": 3, "tw_max_episode_steps": 5} | flags)
+    for form in (config, resolve(config, num_gpus=0, log_dir="runs/x")):
+        assert (form.group_size, form.largest_group) == expected
+        assert form.replace(history_mode="window").largest_group == 5 * expected[0]
+        assert identity(form)["--grpo-group-size"] == str(expected[0])
+
+
+def test_nobody_but_the_config_and_its_checks_asks_for_the_flag_of_a_groups_size() -> None:
+    package = Path(checks.__file__).parent
+    readers = {path.name for path in package.rglob("*.py") if ".grpo_group_size" in path.read_text()}
+    assert readers == {"config.py", "checks.py"}, "others use Config.group_size, which knows ppo and the default"
 
 
 def test_a_window_sample_a_turn_makes_larger_rings() -> None:

@@ -50,7 +50,6 @@ class Ingest:
         config, paths = process.config, process.paths
         self._process, self._config, self._board = process, config, process.board
         self._games, self._eval_games = games_of_run(paths.games, config)
-        self._group_size = 1 if config.algorithm.rl_algorithm == "ppo" else config.algorithm.grpo_group_size or 1
         self._start, flops = Start.load(paths.resume), FlopsEstimate.of_model(Path(config.model.model_path))
         make_rings(paths, config, self._start, flops)
         self._rings = Rings.open(paths, config, process.health, flops)
@@ -99,7 +98,7 @@ class Ingest:
         schedule = Schedule(
             seed=self._config.run.seed,
             num_games=len(self._games),
-            group_size=self._group_size,
+            group_size=self._config.group_size,
             num_eval_games=len(self._eval_games),
             episodes_per_eval_game=metrics.eval_episodes_per_game,
         )
@@ -173,7 +172,7 @@ class Ingest:
     def _samples_per_group(self) -> float:
         """1 at least: a group whose samples are few still needs a place."""
         sizes = self._inbox.sizes
-        return max(1.0, sizes.num_samples / sizes.num_groups) if sizes.num_groups else float(self._group_size)
+        return max(1.0, sizes.num_samples / sizes.num_groups) if sizes.num_groups else float(self._config.group_size)
 
     def _take_evaluated(self, message: dict[str, Any]) -> None:
         """Results of an evaluation; a group of one that is over, or that came before, changes nothing."""

@@ -50,8 +50,7 @@ class Collector:
         self._say, self._num_restarts, self._free_cores = say, num_restarts, free_cores
         self._doctor, self._signal = Doctor(config), SignalWatch(config)
         self._window = EpisodeWindow(metrics.metrics_window_size, metrics.metrics_active_timeout_seconds)
-        group_size = 1 if config.algorithm.rl_algorithm == "ppo" else config.algorithm.grpo_group_size or 1
-        self._window_file = WindowFile(files.run_dir, group_size=group_size)
+        self._window_file = WindowFile(files.run_dir, group_size=config.group_size)
         self._window_file.load_into(self._window)
         self._sums = RoundSums()
         self._histograms = Histograms()

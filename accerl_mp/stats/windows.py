@@ -188,7 +188,7 @@ class GroupRewards:
     def __init__(self, config: Config, sums: RoundSums) -> None:
         self._sums = sums
         self._is_grpo = config.algorithm.rl_algorithm != "ppo"
-        self._size = config.algorithm.grpo_group_size or config.run.rollout_batch_size
+        self._size = config.group_size
         self._eps = config.algorithm.grpo_adv_eps
         self._open: dict[int, dict[int, float]] = {}
 

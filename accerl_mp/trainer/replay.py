@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from accerl_mp.algorithms.packing import choose_packs
-from accerl_mp.config import Config, largest_group, sample_bytes_bound
+from accerl_mp.config import Config, sample_bytes_bound
 from accerl_mp.samples import RLSample, SampleError
 from accerl_mp.transport.process import Process
 from accerl_mp.transport.ring import ReadySample, RingReader, SharedRing
@@ -224,7 +224,7 @@ class Replay:
 
     def _note_room(self, live: list[ReadySample]) -> None:
         """Whether another group fits into the ring; if none does, waiting for one would never end."""
-        ring, group_size = self._ring, largest_group(self._config)
+        ring, group_size = self._ring, self._config.largest_group
         if self._config.replay.max_sample_reuse != 1:  # the writer makes room: used samples go
             self._is_full = ring.capacity - sum(record.uses == 0 for record in live) < group_size
             return
