@@ -101,7 +101,7 @@ def read(argv: list[str], *, environ: Mapping[str, str], base: Config | None = N
     values, unknown = build_parser(problems).parse_known_args(words)
     bad = {problem.split()[0].removesuffix(":") for problem in problems}
     known = [option_of(field.name) for group in GROUPS.values() for field in dataclasses.fields(group)]
-    problems += belong_to_no_flag(unknown, known, f"{PROGRAM} --help")
+    problems += belong_to_no_flag(unknown, words, known, f"{PROGRAM} --help")
     if of_files:
         raise ConfigError(of_files + [problem for problem in problems if "$" not in problem])  # it says what the variable lacks
     return (base or Config()).replace(**{name: value for name, value in vars(values).items() if option_of(name) not in bad}), problems
@@ -113,21 +113,23 @@ def without_those_of(problems: list[str], found: list[str]) -> list[str]:
     return [problem for problem in found if not named & set(_FLAG.findall(problem))]
 
 
-def belong_to_no_flag(words: list[str], known: Sequence[str], listed_by: str) -> list[str]:
-    """A sentence for each of the words that argparse has left over; what stands behind an unknown flag is its value, a number is no flag.
+def belong_to_no_flag(left_over: list[str], line: Sequence[str], known: Sequence[str], listed_by: str) -> list[str]:
+    """A sentence for each of the words that argparse has left over of a line.
 
-    Example: `["--sead", "-1", "x"]` are `--sead: no such flag; did you mean --seed?` and `'x' belongs to no flag`.
+    What stands behind an unknown flag on the line is its value, a number is no flag, and nobody means a flag that comes behind:
+    it would be overridden. Example: of `--sead -1 x` they are `--sead: no such flag; did you mean --seed?` and `'x' belongs to no flag`.
     """
-    found, is_value = [], False
-    for word in words:
+    found, place, place_of_value = [], -1, -1
+    for word in left_over:
+        place = line.index(word, place + 1)
         if _is_flag(word):
             flag, equals, _ = word.partition("=")
             near = difflib.get_close_matches(flag, known, n=1)
-            found.append(f"{flag}: no such flag; " + (f"did you mean {near[0]}?" if near else f"{listed_by} lists them"))
-            is_value = not equals
-        else:
-            found += [] if is_value else [f"{word!r} belongs to no flag"]
-            is_value = False
+            is_near = near and near[0] not in (behind.partition("=")[0] for behind in line[place + 1 :])
+            found.append(f"{flag}: no such flag; " + (f"did you mean {near[0]}?" if is_near else f"{listed_by} lists them"))
+            place_of_value = -1 if equals else place + 1
+        elif place != place_of_value:
+            found.append(f"{word!r} belongs to no flag")
     return found
 
 

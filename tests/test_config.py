@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accerl_mp import checks
-from accerl_mp.cli import build_parser, expand, option_of, parse, read, to_argv
+from accerl_mp.cli import build_parser, expand, option_of, parse, read, to_argv, without_those_of
 from accerl_mp.config import GROUPS, Config, ConfigError, resolve
 from accerl_mp.recovery import identity
 from accerl_mp.topology import plan_gpus, visible_gpus
@@ -475,7 +475,7 @@ def test_a_file_of_flags_that_does_not_exist_is_told_the_nearest_one(tmp_path: P
 
 def test_a_value_behind_an_unknown_flag_and_a_negative_number_are_no_flags() -> None:
     with pytest.raises(ConfigError) as error:
-        parse(["--sead", "-1", "stray", "--max-step=5", "-2.5", "--foo", "3", "--seed", "1"], environ={})
+        parse(["--sead", "-1", "stray", "--max-step=5", "-2.5", "--foo", "3", "--batch-size", "1"], environ={})
     assert error.value.problems == [
         "--sead: no such flag; did you mean --seed?",
         "'stray' belongs to no flag",
@@ -483,6 +483,29 @@ def test_a_value_behind_an_unknown_flag_and_a_negative_number_are_no_flags() -> 
         "'-2.5' belongs to no flag",
         "--foo: no such flag; bash launch.sh --help lists them",
     ]
+
+
+def test_what_stands_behind_a_known_flag_is_no_value_of_an_unknown_one() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(["--foo", "--seed", "1", "stray", "--bar", "--seed", "3", "3"], environ={})
+    assert error.value.problems == [
+        "--foo: no such flag; bash launch.sh --help lists them",
+        "'stray' belongs to no flag",
+        "--bar: no such flag; bash launch.sh --help lists them",
+        "'3' belongs to no flag",
+    ]
+
+
+def test_a_typing_error_hides_no_problem_of_the_flag_that_comes_behind_it(folders: dict[str, Any]) -> None:
+    def said(words: list[str]) -> list[str]:
+        config, unread = read(words, environ={}, base=Config.from_flat(folders))
+        return unread + without_those_of(unread, checks.check(resolve(config, num_gpus=0, log_dir="unused"), num_gpus=0, typed=config))
+
+    assert said(["--sead", "5", "--seed=-1"]) == [
+        "--sead: no such flag; bash launch.sh --help lists them",
+        "--seed must be at least 0, got -1",
+    ]
+    assert said(["--seed=-1", "--sead", "5"]) == ["--sead: no such flag; did you mean --seed?"], "which would override it"
 
 
 def test_flags_that_other_flags_leave_idle_are_said(folders: dict[str, Any]) -> None:

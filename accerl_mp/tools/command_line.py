@@ -1,6 +1,7 @@
 """The tools' command line: --help with a short usage line, groups and each flag's default in brackets; all that is wrong at once."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -33,11 +34,12 @@ class ToolParser(PatientParser):
     def read(self, argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
         """(what could be read, what could not): a flag with a problem has its default."""
         self._found, self._bad = [], set()
+        line = sys.argv[1:] if argv is None else list(argv)
         needed = [action for action in self._actions if action.required]
         for action in needed:
             action.required = False  # argparse would stop before it has come to unknown flags
         try:
-            parsed, unknown = self.parse_known_args(argv)
+            parsed, unknown = self.parse_known_args(line)
         finally:
             for action in needed:
                 action.required = True
@@ -45,7 +47,7 @@ class ToolParser(PatientParser):
             if action.dest in self._bad:
                 setattr(parsed, action.dest, action.default)
         known = [option for action in self._actions for option in action.option_strings]
-        self._found += belong_to_no_flag(unknown, known, "--help")
+        self._found += belong_to_no_flag(unknown, line, known, "--help")
         missing = [action for action in needed if getattr(parsed, action.dest, None) in (None, [])]
         self._found += [f"{_name(action)} is missing" for action in missing if action.dest not in self._bad]
         return parsed, self._found
