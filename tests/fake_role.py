@@ -35,6 +35,8 @@ def main(process: Process) -> None:
     if mode == "crashes-in-a-game":
         process.health.note_played(7)
         os.kill(os.getpid(), signal.SIGSEGV)
+    if mode == "plays":
+        process.health.note_played(7)
     if mode == "stuck":
         _stand_still()
     with (process.paths.run_dir / "order.txt").open("a") as file:

@@ -180,6 +180,18 @@ def test_a_crash_in_an_env_step_is_that_games_strike_and_nobody_elses() -> None:
     assert dealer.take_given_up() == []
 
 
+@pytest.mark.parametrize("plays", [0, -1], ids=["in a step of the game", "in no step"])
+def test_processes_that_somebody_kills_count_against_no_game_however_many_in_a_row(plays: int) -> None:
+    dealer = Dealer(Schedule(seed=0, num_games=5, group_size=2), num_workers=1)
+    held = [dealer.next_deal(0, 1, may_train=True) for _ in range(2)]
+    assert held[0].group_id == 0
+    for life in range(2, 2 + 2 * MAX_STRIKES):
+        dealer.hear(0, life, [], died_playing=plays, was_killed=True)
+        assert [dealer.next_deal(0, life, may_train=False) for _ in range(2)] == held
+    assert dealer.set_aside == set()
+    assert dealer.strikes()["strikes"] == []
+
+
 def test_after_a_crash_that_is_known_the_other_groups_get_no_strike_however_often_it_happens() -> None:
     dealer = Dealer(Schedule(seed=0, num_games=50, group_size=2), num_workers=1)
     innocent = dealer.next_deal(0, 1, may_train=True)

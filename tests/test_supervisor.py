@@ -14,16 +14,18 @@ import psutil
 import pytest
 
 from accerl_mp.config import Config
-from accerl_mp.launcher import summary
+from accerl_mp.launcher import children, summary
+from accerl_mp.launcher.children import Child
 from accerl_mp.launcher.claim import LAUNCH_PID
 from accerl_mp.launcher.reached import Reached
+from accerl_mp.launcher.roles import Role
 from accerl_mp.launcher.supervisor import BY_HAND
 from accerl_mp.launcher.sweep import leftovers, sweep
 from accerl_mp.recovery import folder_name
 from accerl_mp.topology import RunPaths
 from accerl_mp.trainer.saving import was_asked_to_end
 from accerl_mp.transport.board import Board
-from accerl_mp.transport.errors import PeerLost
+from accerl_mp.transport.errors import EXIT_GAME_HUNG, PeerLost
 from accerl_mp.transport.health import FAILURE_FILE, HealthTable
 
 ROOT = Path(__file__).parent.parent
@@ -179,11 +181,52 @@ def test_a_game_whose_interpreter_crashes_uses_up_no_restarts_and_ingest_can_see
     run.wait_until(lambda: run.log().count("the game's fault") >= 4)
     table = HealthTable.attach(run.paths.health)
     run.wait_until(lambda: table.word(table.row_of("rollout/0"), "died_playing") == 8)
+    assert table.word(table.row_of("rollout/0"), "was_killed") == 0
     table.close()
     assert "it was killed by SIGSEGV" in run.terminal_so_far()
     run.touch("finish")
     assert run.codes() == [0]
     run.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("mode", "died_playing"), [("plays", 8), ("run", 0)])
+def test_a_kill_is_told_from_a_process_s_own_end_and_uses_up_a_restart(start: Callable[..., Run], mode: str, died_playing: int) -> None:
+    run = start(f"rollout:{mode}")
+    os.kill(run.wait_running("rollout/0")["rollout/0"], signal.SIGKILL)
+    run.wait_running("rollout/0", num_restarts=1)
+    table = HealthTable.attach(run.paths.health)
+    row = table.row_of("rollout/0")
+    assert (table.word(row, "died_playing"), table.word(row, "was_killed")) == (died_playing, 1)
+    table.close()
+    run.touch("finish")
+    assert run.codes() == [0]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "verdict", "oom_kills", "expected"),
+    [
+        *((-signal.SIGKILL, "", 3, True), (-signal.SIGTERM, "", 3, True)),
+        *((-signal.SIGKILL, "", 4, False), (-signal.SIGKILL, "it had no heartbeat", 3, False)),
+        *((-signal.SIGSEGV, "", 3, False), (-signal.SIGABRT, "", 3, False), (EXIT_GAME_HUNG, "", 3, False)),
+    ],
+)
+def test_whose_doing_the_end_of_a_process_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, exit_code: int, verdict: str, oom_kills: int, expected: bool
+) -> None:
+    """Of somebody else, where the kernel has killed nobody meanwhile for want of memory."""
+    child = Child(Role("rollout", 1, ["true"], lambda _: dict(os.environ), stop_timeout_s=1, start_timeout_s=1), 0)
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setattr(children, "num_oom_kills", lambda: 3)
+    child.start(RunPaths(tmp_path), terminal_fd=1, parent_variable="PARENT")
+    os.waitpid(child.pid, 0)
+    child.verdict = verdict
+    monkeypatch.setattr(children, "num_oom_kills", lambda: oom_kills)
+    assert child.was_killed(exit_code) == expected
+
+
+def test_the_kernels_count_of_processes_that_it_killed_for_their_memory_is_read() -> None:
+    lines = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    assert children.num_oom_kills() == int(lines.get("oom_kill", 0))
 
 
 def test_a_stopped_process_is_ended_and_started_again(start: Callable[..., Run]) -> None:

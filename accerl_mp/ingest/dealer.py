@@ -16,7 +16,11 @@ from accerl_mp.transport.channels import EVAL_BASE
 
 EVAL_STRIDE = 1 << 20
 MAX_STRIKES = 3
-"""Failures in a row of a game, or deaths of rollouts that played the same group, until the game is set aside."""
+"""Failures in a row of a game, or deaths of rollouts that played the same group, until the game is set aside.
+
+A rollout's death counts against the game in whose env step it came (its interpreter crashed, hung, or took memory until the kernel
+killed it), one in no step against each group that it held, and one by somebody else's hand (`kill -9`) against none.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -146,11 +150,12 @@ class Dealer:
     def is_running(self, group_id: int) -> bool:
         return group_id in self._running or group_id in self.orphans or any(deal.group_id == group_id for deal in self._again)
 
-    def hear(self, worker: int, life: int, holding: Iterable[int], *, died_playing: int = -1) -> Deal | None:
+    def hear(self, worker: int, life: int, holding: Iterable[int], *, died_playing: int = -1, was_killed: bool = False) -> Deal | None:
         """A rollout asks and says what it holds. Returns a group that it was dealt and does not have: that one again, first.
 
         It did not arrive, or the ask crossed it: then the rollout ignores it. What died with an earlier process goes to whoever asks.
-        `died_playing`: the group whose game ended that process, where it is known; else each of its groups may have been it.
+        Of the end of that earlier process, see MAX_STRIKES: `died_playing`, the group in whose env step it came, -1 in none;
+        `was_killed`, by somebody else's hand.
         """
         held = set(holding)
         for group_id in held & self.orphans | {held_id for held_id in held if self._is_current_eval(held_id)}:
@@ -163,7 +168,7 @@ class Dealer:
         missing = [entry for entry in self._running.values() if entry.worker == worker and entry.deal.group_id not in held]
         for entry in missing:
             if entry.life != life:
-                self._take_back_dead(entry.deal, worker, died_playing)
+                self._take_back_dead(entry.deal, worker, died_playing, was_killed)
         left = [entry for entry in missing if entry.deal.group_id in self._running]
         return left[0].deal if left else None
 
@@ -214,8 +219,10 @@ class Dealer:
             self._given_up.append(number)
         raise NothingToPlay(f"all {self.schedule.num_games} games failed {MAX_STRIKES} times in a row: nothing is left to play")
 
-    def _take_back_dead(self, deal: Deal, worker: int, died_playing: int) -> None:
-        if died_playing == deal.group_id:
+    def _take_back_dead(self, deal: Deal, worker: int, died_playing: int, was_killed: bool) -> None:
+        if was_killed:
+            self._take_back(deal, f"rollout/{worker} was killed while it was played", None)
+        elif died_playing == deal.group_id:
             self._take_back(deal, f"it ended rollout/{worker} in the middle of an env step", (deal.kind, deal.game_id))
         else:
             # Not the game's strike: the rollout held other groups, too.

@@ -75,7 +75,8 @@ class WorkDesk:
         if not all(type(group_id) is int for group_id in message["holding"]):
             raise MessageError(f"ask.holding: expected ids of groups, got {message['holding']!r:.80}")
         holding = [group_id for group_id in message["holding"] if not is_done(group_id)]
-        undelivered = self._dealer.hear(worker, self._life_of(worker), holding, died_playing=self._died_playing(worker))
+        died_playing, was_killed = self._word(worker, "died_playing") - 1, bool(self._word(worker, "was_killed"))
+        undelivered = self._dealer.hear(worker, self._life_of(worker), holding, died_playing=died_playing, was_killed=was_killed)
         self._name_aside()
         if undelivered is not None:
             self._asks.pop(sender, None)
@@ -102,10 +103,6 @@ class WorkDesk:
     def _life_of(self, worker: int) -> int:
         """Pid of the rollout with this index, to tell a new process from the one before; 0 outside a run."""
         return self._word(worker, "pid")
-
-    def _died_playing(self, worker: int) -> int:
-        """The group whose game ended the process before the present one; -1: none did."""
-        return self._word(worker, "died_playing") - 1
 
     def _word(self, worker: int, name: str) -> int:
         row = f"rollout/{worker}"

@@ -6,6 +6,7 @@ become children of the supervisor. It ends these too; nothing outlives a run.
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import time
@@ -19,6 +20,9 @@ from accerl_mp.transport.shared_files import parent_of_each
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_OOM_KILLS = re.compile(rb"^oom_kill ([0-9]+)$", re.MULTILINE)
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""Exit codes that no process gives itself; any other end in the middle of an env step is the game's interpreter's."""
 
 
 class Child:
@@ -38,6 +42,7 @@ class Child:
         """When to start it (again); None: it runs, or shall not."""
         self.verdict = ""
         """Why the supervisor has killed it in this life."""
+        self._oom_kills_before = 0
         self._popen: subprocess.Popen | None = None
 
     def start(self, paths: RunPaths, *, terminal_fd: int, parent_variable: str) -> None:
@@ -55,7 +60,11 @@ class Child:
                 pass_fds=[terminal_fd],
             )
         self.pid, self.started, self.was_running, self.start_at = self._popen.pid, time.monotonic(), False, None
-        self.verdict = ""
+        self.verdict, self._oom_kills_before = "", num_oom_kills()
+
+    def was_killed(self, exit_code: int) -> bool:
+        """By somebody else: not by itself, nor by the supervisor, nor by the kernel as memory ran out."""
+        return exit_code in _FROM_OUTSIDE and not self.verdict and num_oom_kills() == self._oom_kills_before
 
     def ended(self, exit_code: int) -> None:
         """It has been reaped. What it leaves behind is an orphan (`kill_orphans`)."""
@@ -115,6 +124,15 @@ def kill_orphans(known: set[int], *, trackers_too: bool) -> int:
         if trackers_too or not _is_tracker(pid):
             send(pid, signal.SIGKILL)
     return len(orphans)
+
+
+def num_oom_kills() -> int:
+    """Of processes of this machine, by the kernel as memory ran out, also in a container; 0 where it does not count them."""
+    try:
+        found = _OOM_KILLS.search(Path("/proc/vmstat").read_bytes())
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def send(pid: int, number: int) -> None:

@@ -49,8 +49,6 @@ _FOREIGN_S = 1.0
 _RANKS_LEAVE_S = 25.0
 _SAID_AFTER_S = 2.0
 _FAST_STOP_S = 3.0
-_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-"""Exit codes of somebody else's doing; any other end in the middle of an env step is the game's interpreter's."""
 
 _log = logging.getLogger(__name__)
 
@@ -242,7 +240,8 @@ class Supervisor:
         child.num_deaths_at_once = child.num_deaths_at_once + 1 if at_once else 0
         index = self._table.row_of(child.name)
         lost = self._lost(child.name, exit_code, child.verdict or row.error or describe(exit_code))
-        if exit_code == EXIT_GAME_HUNG or self._table.word(index, "died_playing"):
+        took_it_along = self._table.word(index, "died_playing") and not self._table.word(index, "was_killed")
+        if exit_code == EXIT_GAME_HUNG or (took_it_along and not child.verdict):
             # Ingest counts it against the game, which it sets aside after three.
             child.num_deaths_at_once, child.start_at = 0, time.monotonic()
             _log.warning("%s, starts again (the game's fault: no restart is used up)", lost)
@@ -268,8 +267,8 @@ class Supervisor:
         child.ended(exit_code)
         row = self._table.row_of(child.name)
         self._table.set_word(row, "exit_code", exit_code)
-        is_games_fault = exit_code not in _FROM_OUTSIDE and not child.verdict
-        self._table.set_word(row, "died_playing", self._table.word(row, "plays") if is_games_fault else 0)
+        self._table.set_word(row, "was_killed", int(child.was_killed(exit_code)))
+        self._table.set_word(row, "died_playing", self._table.word(row, "plays"))
         self._table.set_word(row, "plays", 0)
         self._table.set_word(row, "pid", 0)
         if self._table.read(row).state not in ("ended", "failed"):

@@ -35,7 +35,7 @@ _WORDS = (
     *("pid", "state", "beat", "tick", "num_ticks", "changed"),
     *("exit_code", "num_restarts", "reached"),  # reached: collectives that a trainer rank has begun
     *("wait_sequence", "wait_since", "wait_timeout", "signalled"),  # signalled: when SIGTERM or SIGINT reached it, in whole s
-    *("plays", "died_playing"),  # group id + 1 whose env step is being made; of the last end, if the game ended it (supervisor)
+    *("plays", "died_playing", "was_killed"),  # group id + 1 whose env step is made; of the last end: in whose, by somebody else's hand
 )
 _FLOATS = {"beat", "tick", "changed", "wait_since", "wait_timeout", "held_since", "held_total"}
 _TEXTS = {"name": (128, 32), "what": (160, 256), "flag": (416, 64), "error": (480, 544)}  # offset and bytes in a row
@@ -288,7 +288,7 @@ class Health:
         self.table.set_word(self._row, "beat", time.monotonic())
 
     def note_played(self, group_id: int) -> None:
-        """An env step of this group begins; -1: it is over. A process that ends itself in between dies of the game."""
+        """An env step of this group begins; -1: it is over. Ingest hears of a process that ends in between."""
         self.table.set_word(self._row, "plays", group_id + 1)
 
     def enter(self) -> None:
