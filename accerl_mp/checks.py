@@ -268,12 +268,20 @@ def _sync(config: Config) -> Iterator[str]:
                 yield f"--sync-pause off with {option_of(name)} {value}, which needs vLLM to stand still; leave it at auto"
 
 
+def _holds_run(folder: Path) -> bool:
+    """Whether a run's processes have been there. A start that was stopped while it prepared has left an empty `logs`: nothing to mix."""
+    if not os.path.exists(folder / "args.json"):
+        return False
+    logs = folder / "logs"
+    return not logs.is_dir() or any(logs.iterdir()) or (folder / "metrics.jsonl").exists()
+
+
 def _folders(config: Config) -> Iterator[str]:
     run_folder = Path(config.metrics.log_dir)
     goes_on = config.run.resume == "auto" or (
         config.run.resume and os.path.realpath(resume_dir_of(Path(config.run.resume)).parent) == os.path.realpath(run_folder)
     )
-    if os.path.exists(run_folder / "args.json") and not goes_on:
+    if _holds_run(run_folder) and not goes_on:
         yield (
             f"--log-dir {run_folder} already holds a run: its files would be mixed with the new one's; "
             "name another folder, or go on with it: --resume auto"

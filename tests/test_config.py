@@ -404,6 +404,12 @@ def test_a_used_run_folder_is_refused(folders: dict[str, Any]) -> None:
     run_folder.mkdir()
     (run_folder / "args.json").write_text("{}")
     assert any("already holds a run" in problem for problem in problems_of(folders))
+    (run_folder / "logs").mkdir()
+    assert problems_of(folders) == [], "its preparing was stopped: no process of a run has been there"
+    for name in ("logs/torchrun.log", "metrics.jsonl"):
+        (run_folder / name).touch()
+        assert any("already holds a run" in problem for problem in problems_of(folders))
+        (run_folder / name).unlink()
 
 
 def test_held_out_games_must_not_be_the_training_games(folders: dict[str, Any]) -> None:

@@ -471,6 +471,23 @@ def test_preparing_that_is_stopped_leaves_no_temporary_folder(tmp_path: Path, mo
     assert list(temporary.iterdir()) == []
 
 
+def test_the_same_command_takes_a_folder_whose_preparing_was_stopped(
+    tmp_path: Path, model_and_games: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its last step but one, and once all was ready: the signal may come before launch.sh has started anything."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    words, args = ["--answer", "answer", "--", *model_and_games], tmp_path / "a run/args.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "_replace", lambda *_: sys.exit(143))
+        with pytest.raises(SystemExit):
+            preparing.main(words)
+    assert args.exists()
+    assert [preparing.main(words) for _ in range(2)] == [0, 0]
+    (tmp_path / "a run/logs/torchrun.log").touch()
+    assert preparing.main(words) == 2, "now a run has begun"
+
+
 @pytest.mark.parametrize("moment", ["tempfile.mkdtemp", "tempfile.TemporaryDirectory._rmtree"])
 def test_a_stop_at_any_moment_of_a_temporary_folder_leaves_none(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its making and the note of it, and while it is removed."""
