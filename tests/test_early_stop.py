@@ -216,30 +216,40 @@ def test_a_run_that_has_begun_nothing_is_not_said_to_be_saved_and_offers_no_look
     assert "accerl_mp.tools.report" in "\n".join(success_lines(paths, {}))
 
 
-@pytest.mark.parametrize(("trained_again", "is_lost"), [(0, True), (2, True), (3, False)])
-def test_a_stop_while_the_run_starts_again_before_any_state_says_which_steps_are_lost(
+@pytest.mark.parametrize(
+    ("older", "trained_again", "lost"),
+    [
+        *((0, 0, "Steps 1 to 3"), (0, 2, "Steps 1 to 3"), (0, 3, "")),
+        *((1, 0, "Steps 2 to 3"), (1, 1, "Steps 2 to 3"), (1, 2, "Steps 3 to 3"), (1, 3, "")),
+    ],
+)
+def test_a_stop_while_the_run_starts_again_says_which_steps_are_lost(
     launcher: Launcher,
     paths: RunPaths,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    older: int,
     trained_again: int,
-    is_lost: bool,
+    lost: str,
 ) -> None:
-    """status.json is the dead start's, and its numbers must not be taken for those of the run."""
+    """status.json is the dead start's, and its numbers must not be taken for those of the run. older: the step of its state; 0: none."""
     starts = iter([1, 2])
     (paths.run_dir / "command.txt").write_text("bash launch.sh --seed 3\n")
 
     def start(*_: object) -> int:
         if next(starts) == 1:
             announce(paths.resume, 2)
-            Reached(step=3).save(paths.reached)
+            if older:
+                save_state(paths.resume, older, Config())
+            Reached(step=3, saved_step=older).save(paths.reached)
             PeerLost("trainer/1", -9, "trainer-1.log", "it died").save(paths.run_dir / FAILURE_FILE)
             return end_at_once(code=1)
         board = Board.detached()
         board.set("optimizer_step", trained_again)
-        if trained_again == 3:
-            save_state(paths.resume, 3, Config())
-            board.set("saved_step", 3)
+        if older or trained_again == 3:
+            board.set("saved_step", trained_again)
+            if trained_again > older:
+                save_state(paths.resume, trained_again, Config())
         Reached.of(board, step_before=Reached.load(paths.reached).step_before).save(paths.reached)
         for file in (paths.stop, paths.ended):
             file.touch()
@@ -247,13 +257,16 @@ def test_a_stop_while_the_run_starts_again_before_any_state_says_which_steps_are
 
     monkeypatch.setattr(torchrun, "_start_torchrun", start)
     code = launcher.run()
-    assert (code != 0) == is_lost
+    assert (code != 0) == bool(lost)
     monkeypatch.setattr(summary, "read_status", lambda _: {"step": 2, "version": 1})
     monkeypatch.setattr("sys.argv", ["summary", "--run-dir", str(paths.run_dir), "--exit-code", str(code)])
     summary.main()
     shown = capsys.readouterr().out
-    assert ("Steps 1 to 3 are lost: a trainer rank died before a state was saved" in shown) == is_lost
-    assert f"{trained_again} optimizer steps" in shown
+    assert ("are lost" in shown) == bool(lost)
+    why = "a trainer rank died" if older else "a trainer rank died before a state was saved"
+    goes_on = f"; --resume auto goes on from step {max(older, trained_again)}\n" if older else "\n"
+    assert not lost or f"{lost} are lost: {why}, and the run was stopped before it had trained them again{goes_on}" in shown
+    assert f"{trained_again or older} optimizer steps" in shown
     assert "stopped on request" in shown
 
 

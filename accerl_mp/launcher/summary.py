@@ -70,10 +70,10 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     rounds_s = status.get("start_training_s", all_s) if is_of_this_start else 0.0
     before = [f"  with earlier starts {_minutes(all_s)} in rounds"] if all_s > rounds_s else []
     reached = Reached.load(paths.reached)
-    was_stopped, has_lost_all = _was_stopped(paths, reached), bool(lost_lines(paths, reached))
+    was_stopped, has_lost_steps = _was_stopped(paths, reached), bool(lost_lines(paths, reached))
     how = "stopped on request" if was_stopped else "finished"
     # A start that went on from an older state and was stopped before its first step has that state's.
-    num_steps = reached.step or newest_step(paths.resume) or (0 if has_lost_all else status.get("step", 0))
+    num_steps = reached.step or newest_step(paths.resume) or (0 if has_lost_steps else status.get("step", 0))
     num_pushes = max(status.get("version", 0), reached.version)
     done = (
         f"The run has {how}: {num_steps} optimizer steps, {num_pushes} weight push{'' if num_pushes == 1 else 'es'} after the first,"
@@ -81,10 +81,10 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
     )
     if num_steps == 0 and was_stopped:
         done = "The run has stopped on request before its first optimizer step: there was nothing to save"
-    if num_steps == 0 and has_lost_all:
+    if num_steps == 0 and has_lost_steps:
         done = "The run has stopped on request while it started again: 0 optimizer steps are saved"
     lines = ["", done]
-    lines += (evaluation := [] if has_lost_all else _evaluation(status))
+    lines += (evaluation := [] if has_lost_steps else _evaluation(status))
     is_empty = not (num_steps or evaluation) and _goes_on_from(paths) == "auto"
     looking = [f"  report              {report_command(paths.run_dir)}", f"  TensorBoard         {tensorboard_command(paths.run_dir)}"]
     label = "to begin anew" if is_empty else "to go on"
@@ -103,17 +103,20 @@ def _was_stopped(paths: RunPaths, reached: Reached) -> bool:
 
 
 def lost_lines(paths: RunPaths, reached: Reached) -> list[str]:
-    """What a stop has lost that came after a trainer rank had died and before any state was saved; the exit code is not 0 then."""
-    if not _was_stopped(paths, reached) or not reached.step_before or newest_step(paths.resume):
+    """What a stop has lost that came after a trainer rank had died and before its steps were trained again; the exit code is not 0 then."""
+    if not _was_stopped(paths, reached) or not reached.step_before:
         return []
-    has = reached.saved_step
+    own = newest_step(paths.resume)
+    has = max(reached.saved_step, own)
     with contextlib.suppress(StateError):
         if given := Start.load(paths.resume).saved:
             has = max(has, given.content["trainer"]["step"])
     if reached.step_before <= max(has, reached.step):
         return []
-    why = "a trainer rank died before a state was saved, and the run was stopped before it had trained them again"
-    return ["", f"Steps {has + 1} to {reached.step_before} are lost: {why}"]
+    died = "a trainer rank died" if own else "a trainer rank died before a state was saved"
+    why = f"{died}, and the run was stopped before it had trained them again"
+    goes_on = f"; --resume auto goes on from step {own}" if own else ""
+    return ["", f"Steps {has + 1} to {reached.step_before} are lost: {why}{goes_on}"]
 
 
 def unsaved_lines(paths: RunPaths, reached: Reached) -> list[str]:

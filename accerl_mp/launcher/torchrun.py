@@ -64,7 +64,7 @@ class Launcher:
             signal.signal(number, self._on_signal)
 
     def run(self) -> int:
-        """Returns the exit code: not 0 where a stop leaves nothing of what an earlier start had trained."""
+        """Returns the exit code: not 0 where a stop leaves less than an earlier start had trained."""
         code = self._run()
         reached = Reached.load(self._paths.reached)
         if self._was_signalled and not reached.asked_to_end:
