@@ -75,6 +75,11 @@ class RunPaths:
         return self.run_dir / "reached.json"
 
     @property
+    def books(self) -> Path:
+        """Where every group and every sample of the newest start went: ingest's last word."""
+        return self.run_dir / "books.json"
+
+    @property
     def samples(self) -> Path:
         """Folder of `--record-samples`."""
         return self.run_dir / "samples"

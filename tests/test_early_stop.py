@@ -270,6 +270,19 @@ def test_a_stop_while_the_run_starts_again_says_which_steps_are_lost(
     assert "stopped on request" in shown
 
 
+@pytest.mark.parametrize(("begun_at", "reached", "has_books", "is_said"), [(0, 3, False, True), (2, 3, False, True), (0, 3, True, False)])
+def test_books_that_ingest_could_not_write_are_missed(paths: RunPaths, begun_at: int, reached: int, has_books: bool, is_said: bool) -> None:
+    if begun_at:
+        Start(str(save_state(paths.resume, begun_at, Config())), begun_at + 1).save(paths.resume)
+    Reached(step=reached, saved_step=reached).save(paths.reached)
+    if has_books:
+        paths.books.write_text("{}")
+    said = [line for line in success_lines(paths, {}) if line.startswith("  books ")]
+    assert said == ["  books               missing: ingest/0 ended before it could write books.json"] * is_said
+    Reached(step=begun_at, saved_step=begun_at).save(paths.reached)
+    assert not [line for line in success_lines(paths, {}) if line.startswith("  books ")], "nothing was dealt: there is nothing to miss"
+
+
 @pytest.mark.parametrize("who_knows", ["launcher", "supervisor"])
 def test_a_stop_that_cannot_be_written_is_not_said_to_be_a_finish(
     launcher: Launcher, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], who_knows: str

@@ -412,7 +412,7 @@ class Run:
         self.board.set("stop", 1)
         codes = {name: process.wait(10) for name, process in self.processes.items()}
         assert set(codes.values()) <= {0}, (codes, self.log("ingest-0"))
-        books = json.loads((self.paths.run_dir / "books.json").read_text())
+        books = json.loads(self.paths.books.read_text())
         assert (books["groups"]["imbalance"], books["samples"]["imbalance"]) == (0, 0), books
 
     def ingest_runs(self) -> bool:
@@ -564,6 +564,15 @@ def test_no_group_is_lost_or_doubled_when_processes_are_killed(make_run, victims
     run.stop()
     trainer.drain()
     assert trainer.check_nothing_lost_or_doubled() > 30
+
+
+def test_the_books_of_an_earlier_start_do_not_stand_for_those_of_an_ingest_that_is_killed(make_run):
+    run = make_run()
+    run.paths.books.write_text("{}")
+    run.start("ingest/0")
+    wait_until(run.ingest_runs)
+    run.kill("ingest/0")
+    assert not run.paths.books.exists()
 
 
 def test_rollouts_play_no_more_than_there_is_room_for(make_run):

@@ -66,6 +66,7 @@ class Ingest:
             self._context, paths, dealer=self._dealer, games=self._games, eval_games=self._eval_games, table=process.health.table
         )
         self._books()  # what earlier starts of the run did is left out from here on
+        paths.books.unlink(missing_ok=True)  # those of an earlier start would stand for this one
         self._new_counts()  # what an earlier ingest counted in the rings is reported already
 
     def run(self) -> None:
@@ -246,7 +247,7 @@ class Ingest:
     def _save_books(self) -> None:
         """At the end, in DIR/books.json."""
         self._give_up()
-        books, path = self._books(), self._process.paths.run_dir / "books.json"
+        books, path = self._books(), self._process.paths.books
         if any(books.imbalance):
             _log.error("%d groups and %d samples are unaccounted for: %s", *books.imbalance, path)
         self._save(books.save, path)

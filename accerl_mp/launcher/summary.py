@@ -93,6 +93,7 @@ def success_lines(paths: RunPaths, status: dict[str, Any]) -> list[str]:
         f"  wall time           {_minutes(wall_s)}, of which rounds {_minutes(rounds_s)}",
         *before,
         f"  run folder          {paths.run_dir}",
+        *_missing_books(paths, reached),
         *([] if is_empty else looking),
         *([f"  {label:<20}{command}"] if was_stopped and (command := resume_command(paths)) else []),
     ]
@@ -110,7 +111,7 @@ def lost_lines(paths: RunPaths, reached: Reached) -> list[str]:
     has = max(reached.saved_step, own)
     with contextlib.suppress(StateError):
         if given := Start.load(paths.resume).saved:
-            has = max(has, given.content["trainer"]["step"])
+            has = max(has, given.step)
     if reached.step_before <= max(has, reached.step):
         return []
     died = "a trainer rank died" if own else "a trainer rank died before a state was saved"
@@ -130,6 +131,17 @@ def unsaved_lines(paths: RunPaths, reached: Reached) -> list[str]:
                 return ["", f"No state was saved: {why}; this run went on from {given}, which --resume takes again"]
         return ["", f"No state was saved: {why}, and there is no older one"]
     return ["", f"Steps {saved + 1} to {reached.step} were not saved: {why}; --resume auto goes on from step {saved}"]
+
+
+def _missing_books(paths: RunPaths, reached: Reached) -> list[str]:
+    """Where this start has trained, ingest has dealt, and ends with the books; killed at the very stop it leaves none."""
+    begun_at = 0
+    with contextlib.suppress(StateError):
+        if given := Start.load(paths.resume).saved:
+            begun_at = given.step
+    if reached.step <= begun_at or paths.books.exists():
+        return []
+    return [f"  books               missing: ingest/0 ended before it could write {paths.books.name}"]
 
 
 def _evaluation(status: dict[str, Any]) -> list[str]:
