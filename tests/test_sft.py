@@ -19,7 +19,7 @@ FLAGS = ["--model-path", str(DEMO), "--device", "cpu", "--learning-rate", "3e-3"
 
 
 def _losses(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)", output, re.MULTILINE)]
+    return [float(loss) for loss in re.findall(r"^step \d+ of \d+  loss (\S+)", output, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("max_length", [128, 8])
@@ -54,6 +54,14 @@ def test_the_loss_falls_in_every_train_mode(train_mode: str, capsys: pytest.Capt
     losses = _losses(capsys.readouterr().out)
     assert len(losses) == 24
     assert sum(losses[-4:]) < 0.6 * sum(losses[:4])
+
+
+def test_the_last_steps_have_a_line_though_they_are_fewer_than_log_every(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = supervised.Reporter(torch.nn.Linear(1, 1), sft.build_parser().parse_args([*FLAGS, "--max-steps", "5", "--log-every", "2"]))
+    for step in range(1, 6):
+        reporter(step, torch.tensor(float(step)))
+    lines = [line.rpartition("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["step 2 of 5  loss 1.5000", "step 4 of 5  loss 3.5000", "step 5 of 5  loss 5.0000"]
 
 
 def test_snapshots_outlive_the_last_save(tmp_path: Path) -> None:

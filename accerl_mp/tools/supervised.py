@@ -149,7 +149,7 @@ def build_examples(args: argparse.Namespace) -> WalkExamples | PairExamples:
 
 
 class Reporter:
-    """After each step: prints the loss (rank 0's), saves a snapshot where one is due."""
+    """After each step: prints the mean loss since the line before (rank 0's), saves a snapshot where one is due."""
 
     def __init__(self, model: nn.Module, args: argparse.Namespace) -> None:
         self._model, self._args, self._started = model, args, time.monotonic()
@@ -157,11 +157,12 @@ class Reporter:
 
     def __call__(self, step: int, loss: torch.Tensor) -> None:
         self._losses.append(loss)
-        if step % self._args.log_every == 0:
+        last = self._args.max_steps
+        if step % self._args.log_every == 0 or step == last:
             mean = torch.stack(self._losses).mean().item()
             self._losses.clear()
             if not self._args.fsdp_rank:
-                print(f"step {step}  loss {mean:.4f}  {time.monotonic() - self._started:.1f} s", flush=True)
+                print(f"step {step} of {last}  loss {mean:.4f}  {time.monotonic() - self._started:.1f} s", flush=True)
         if step in self._args.save_steps:
             save(self._model, self._args, snapshot_folder(self._args.out, step), step)
 
