@@ -219,6 +219,11 @@ def _collect_tags(receiver: MetricsReceiver) -> dict[str, list[float]]:
 
 
 @pytest.mark.vllm
+def test_vllm_does_not_warn_of_the_scheduler_that_it_was_given(engine: InferenceRun) -> None:  # noqa: F811
+    assert "make_scheduler" not in engine.log
+
+
+@pytest.mark.vllm
 def test_the_engine_leaves_its_core_to_others_while_it_waits(engine: InferenceRun, client: RequestClient) -> None:  # noqa: F811
     """Spinning, it would take all that it can get of a core; a third is far from both."""
     children = {" ".join(child.cmdline()): child for child in psutil.Process(engine.popen.pid).children(recursive=True)}

@@ -5,6 +5,7 @@ kernel for the end itself. See `__main__.py` for how this module gets there.
 """
 
 import faulthandler
+import logging
 import signal
 import tempfile
 import time
@@ -14,6 +15,9 @@ from accerl_mp.transport.process import die_with_spawner
 die_with_spawner()
 faulthandler.enable()
 faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+# Of `scheduler.py`, which is taken on purpose, and schedules asynchronously where vLLM's own would.
+logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler class" not in str(record.msg))
 
 _SPIN_S, _NAP_S = 2e-3, 1e-4
 
