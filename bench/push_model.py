@@ -111,3 +111,13 @@ def change_weights(name: str, model: Any, train_mode: str) -> None:
                 parameter.mul_(signs if name in MODELS else 1 + _DRIFT * signs)
     if parameter.is_cuda:
         torch.cuda.synchronize()  # or the push would wait for it
+
+
+def gpu_memory_mib() -> float:
+    """In use on the trainer's card, by whomever: with CUDA IPC vLLM's too. 0 without a card."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**20

@@ -41,7 +41,7 @@ from accerl_mp.transport.board import Board
 from accerl_mp.transport.health import Health, HealthTable
 from accerl_mp.transport.process import Process
 from bench.common import ROOT, Result, make_parser, parse
-from bench.push_model import MODELS, PROMPT_TOKENS, MakePrompt, build_model, change_weights, folder_of, write_folders
+from bench.push_model import MODELS, PROMPT_TOKENS, MakePrompt, build_model, change_weights, folder_of, gpu_memory_mib, write_folders
 from bench.push_report import TOKENS_FILE, report_variant
 from bench.token_times import read_tokens
 
@@ -169,6 +169,7 @@ class Bench:
         self._version = 0
         self._pushes: list[tuple[Variant, float, Any]] = []
         self._idle: list[tuple[Variant, float, float]] = []
+        self._grown: list[tuple[Variant, float]] = []
         # Dedicated: beside vLLM's start. On one GPU vLLM must have measured its memory first, on CPU they would share cores.
         self._model = build_model(args.model, config) if args.placement == "dedicated" else None
 
@@ -206,6 +207,9 @@ class Bench:
                     at, report = self._push(sync, trainable_only=True)
                     if repeat >= 0:
                         self._pushes.append((variant, at, report))
+                    else:
+                        before = gpu_memory_mib()
+                self._grown.append((variant, gpu_memory_mib() - before))
                 report = self._push(sync, trainable_only=True)[1]
                 assert report.verified
         print(f"{variant.labels}: last push verified, {report}", file=sys.stderr, flush=True)
@@ -248,6 +252,8 @@ class Bench:
             if pushes := [(at, report) for other, at, report in self._pushes if other == variant]:
                 reference_s = self._args.pause_between_s / 3  # the last third: the weights' change is over
                 report_variant(result, variant.labels, rows, tuple(idle), pushes, reference_s=reference_s)
+        for variant, grown in self._grown if self._args.placement != "cpu" else []:
+            result.add("GPU memory that the pushes took", grown, "MiB", "lower", **variant.labels)
         for one in result._measures if self._args.model == "qwen3-0.75b" else []:
             if one["name"] == "gap between tokens, longest around a push" and one["labels"]["swapped"] == "captured":
                 name = f"longest gap between tokens around a push, pause {one['labels']['pause']}, {one['labels']['load']}"
