@@ -17,7 +17,8 @@ from accerl_mp.models.rotation import norm_and_rotate
 
 GPU = torch.device("cuda")
 KINDS = ("qwen3", "qwen3_moe")
-SIZES: dict[str, Any] = {"head_dim": 32, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"head_dim": 32, "num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+"""The second layer sees four tokens."""
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 """Of the norm: what rounding the results once leaves, and a little."""
 Shape = tuple[int, int, int, int]

@@ -32,6 +32,7 @@ def test_in_tritons_interpreter(case: str) -> None:
         ("qwen3", "cuda", torch.float32, {}),
         ("qwen3", "cuda", torch.bfloat16, {"head_dim": 48}),
         ("qwen3", "cuda", torch.bfloat16, {"head_dim": 16}),
+        ("qwen3", "cuda", torch.bfloat16, {"head_dim": 512}),
         ("llama", "cuda", torch.bfloat16, {}),
         ("gemma3_text", "cuda", torch.bfloat16, {}),
     ],
@@ -41,6 +42,21 @@ def test_other_models_stay_as_they_are(kind: str, device: str, dtype: torch.dtyp
     before = [type(module) for module in model.modules()]
     assert fuse_rotations(model, torch.device(device), dtype) == 0
     assert [type(module) for module in model.modules()] == before
+
+
+def test_a_folders_own_class_of_that_name_keeps_its_forward() -> None:
+    """`--trust-remote-code`: its forward may be another."""
+    model = tiny.build_tiny("qwen3")
+    for module in model.modules():
+        if type(module).__name__ == "Qwen3Attention":
+            module.__class__ = type("Qwen3Attention", (type(module),), {})
+    assert fuse_rotations(model, GPU, torch.bfloat16) == 0
+
+
+def test_norms_of_two_epsilons_stay_as_they_are() -> None:
+    model = tiny.build_tiny("qwen3")
+    model.model.layers[0].self_attn.q_norm.variance_epsilon *= 2
+    assert fuse_rotations(model, GPU, torch.bfloat16) == 1
 
 
 def test_keys_and_values_are_not_kept() -> None:

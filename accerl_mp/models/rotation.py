@@ -7,15 +7,13 @@ Left to the compiler these are two kernels forward, which take twice the time th
 All is computed in float32 and rounded once. T tokens, H heads, K key heads, D head size.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-KINDS = ("Qwen3Attention", "Qwen3MoeAttention")
-"""Transformers' classes that compute just this."""
 _SMALLEST, _LARGEST = 32, 256
 """Head sizes; powers of two."""
 
@@ -47,15 +45,24 @@ def fuse_rotations(model: nn.Module, device: torch.device, dtype: torch.dtype) -
     return len(found)
 
 
+@cache
+def _kinds() -> tuple[type[nn.Module], ...]:
+    """Transformers' classes that compute just this; those of a model folder's own code may be called the same."""
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
+
+    return Qwen3Attention, Qwen3MoeAttention
+
+
 def _is_known(module: nn.Module) -> bool:
-    if type(module).__name__ not in KINDS:
+    if type(module) not in _kinds():
         return False
     size: int = module.head_dim  # type: ignore[assignment]
     norms = (module.q_norm, module.k_norm)
     return _SMALLEST <= size <= _LARGEST and size & (size - 1) == 0 and len({norm.variance_epsilon for norm in norms}) == 1
 
 
-@lru_cache(maxsize=len(KINDS))
+@cache
 def _rotating(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Rotating{kind.__name__}", (_Rotating, kind), {})
 
