@@ -412,3 +412,48 @@ def test_who_is_gone_is_known_by_the_name_of_what_it_shared(run_dir: Path) -> No
         child.kill()
         for file in files:
             file.unlink(missing_ok=True)
+
+
+def test_what_was_noted_of_one_stays_noted_when_another_comes(run_dir: Path) -> None:
+    """Two engines: the first one's file counts though its process lives while the second one's is noted."""
+    paths = RunPaths(run_dir)
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    files = [gpu_files(child.pid)[1] for child in children]
+    try:
+        for child, file in zip(children, files, strict=True):
+            file.touch()
+            note_foreign(paths, [child.pid])
+        for child in children:
+            child.kill()
+            child.wait(60)
+        assert set(sweep(paths)) == set(files)
+    finally:
+        for child, file in zip(children, files, strict=True):
+            child.kill()
+            file.unlink(missing_ok=True)
+
+
+def test_a_table_of_another_version_hides_nothing_else(run_dir: Path) -> None:
+    paths = RunPaths(run_dir)
+    paths.health.write_bytes(bytes(4096))
+    try:
+        assert sweep(paths) == [paths.health]
+    finally:
+        paths.health.unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="makes a file that is another user's")
+def test_what_another_user_has_named_alike_stays(run_dir: Path) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait(60)
+    paths, file = RunPaths(run_dir), gpu_files(child.pid)[0]
+    table = HealthTable.create(paths.health, ["trainer/0"])
+    table.set_word(0, "pid", child.pid)
+    try:
+        file.touch()
+        os.chown(file, 12345, 12345)
+        assert sweep(paths) == [paths.health]
+        assert file.exists()
+    finally:
+        file.unlink(missing_ok=True)
+        paths.health.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from typing import TextIO
 from accerl_mp.files import read_text
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.health import HealthTable
-from accerl_mp.transport.shared_files import may_be_removed, named_after, used_by
+from accerl_mp.transport.shared_files import is_shared, may_be_removed, named_after, used_by
 
 _FOREIGN = "shared.txt"
 """In the run folder: shared memory that libraries made under names of their own (vLLM: 160 MiB an engine)."""
@@ -30,7 +30,8 @@ def sweep(paths: RunPaths) -> list[Path]:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(PermissionError):  # another user's by now
+                path.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError, IsADirectoryError):
         (paths.run_dir / _FOREIGN).unlink()
     return found
@@ -41,7 +42,7 @@ def note_foreign(paths: RunPaths, pids: list[int]) -> None:
 
     OSError where the disk is full: the old list stays.
     """
-    known = set(map(str, _foreign(paths)))
+    known = {file for file in _noted(paths) if Path(file).is_file()}
     if (files := used_by(pids) | known) == known:
         return
     temporary = paths.run_dir / f"{_FOREIGN}.new"
@@ -50,11 +51,15 @@ def note_foreign(paths: RunPaths, pids: list[int]) -> None:
 
 
 def _foreign(paths: RunPaths) -> list[Path]:
+    names = dict.fromkeys(_noted(paths) + sorted(named_after(_pids(paths))))
+    return [Path(name) for name in names if may_be_removed(name) and Path(name).is_file()]
+
+
+def _noted(paths: RunPaths) -> list[str]:
+    """Of a damaged list only what can have been written."""
     record = paths.run_dir / _FOREIGN
     names = read_text(record, errors="replace").splitlines() if record.is_file() else []
-    # What is named here is removed: of a damaged list only what can have been written, and no folder.
-    names += sorted(named_after(_pids(paths)) - set(names))
-    return [Path(name) for name in names if may_be_removed(name) and "/.." not in name and Path(name).is_file()]
+    return [name for name in names if is_shared(name)]
 
 
 def _pids(paths: RunPaths) -> list[int]:

@@ -1,5 +1,6 @@
 """Shared memory that libraries make under names of their own, found by the processes that have mapped it. Standard library only."""
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable
@@ -22,16 +23,31 @@ def used_by(pids: Iterable[int]) -> set[str]:
 
 
 def named_after(pids: Iterable[int]) -> set[str]:
-    """Files that torch or CUDA has made for processes of these pids, living or not."""
-    wanted = set(pids)
+    """Files of this user's that torch or CUDA has made for processes of these pids, living or not.
+
+    Containers that share /dev/shm must share their pids as well, or it may be another one's process that is meant.
+    """
+    wanted, user = set(pids), os.getuid()
     with os.scandir(_SHM) as entries:
-        return {entry.path for entry in entries if _owner_of(entry.path) in wanted}
+        return {entry.path for entry in entries if _owner_of(entry.path) in wanted and _user_of(entry.path) == user}
+
+
+def is_shared(file: str) -> bool:
+    """Whether it has such a name, in /dev/shm itself."""
+    return _owner_of(file) is not None or (file.startswith(_FOREIGN) and "/" not in file.removeprefix(f"{_SHM}/"))
 
 
 def may_be_removed(file: str) -> bool:
-    """Whether it has such a name and, where that tells, whoever it is named after is gone."""
+    """Of a file with such a name: whether whoever it is named after is gone; of another kind nothing tells."""
     owner = _owner_of(file)
-    return file.startswith(_FOREIGN) if owner is None else not is_alive(owner)
+    return owner is None or not is_alive(owner)
+
+
+def _user_of(file: str) -> int | None:
+    try:
+        return Path(file).stat().st_uid
+    except FileNotFoundError:
+        return None
 
 
 def _owner_of(file: str) -> int | None:
@@ -43,7 +59,8 @@ def _owner_of(file: str) -> int | None:
 def remove(files: Iterable[str]) -> None:
     """Those that are still there; only while nobody uses them any more."""
     for file in files:
-        Path(file).unlink(missing_ok=True)
+        with contextlib.suppress(PermissionError):  # another user's
+            Path(file).unlink(missing_ok=True)
 
 
 def descendants(pid: int = 0) -> list[int]:
