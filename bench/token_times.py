@@ -37,18 +37,18 @@ def make_scheduler(*args: Any, **options: Any) -> Any:
 
     made = scheduler.make_scheduler(*args, **options)
     notes = _Notes(Path(os.environ[_FILE]))
-    update, is_whole = made.update_from_output, made._is_whole
+    update, take = made.update_from_output, made._take
 
     def update_and_note(*args: Any) -> Any:
         found = update(*args)
         notes.end_step()
         return found
 
-    def see_and_judge(client: int, output: Any) -> bool:
+    def see_and_take(client: int, output: Any) -> Any:
         notes.see(output)
-        return is_whole(client, output)
+        return take(client, output)
 
-    made.update_from_output, made._is_whole = update_and_note, see_and_judge
+    made.update_from_output, made._take = update_and_note, see_and_take
     return made
 
 

@@ -1,5 +1,6 @@
 """Replies leave vLLM's scheduler whole: every token once, in order, with its logprob. The real scheduler: tests that use `engine`."""
 
+import asyncio
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
 
+from accerl_mp.inference.engine import Engine, EngineError
 from accerl_mp.inference.scheduler import Holding
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,9 +24,11 @@ class Script:
         self.requests: dict[str, Any] = {}
         self.steps: list[dict[int, list[EngineCoreOutput]]] = []
         self.ended: set[str] | None = None
+        self.stats: Any = None
 
     def update_from_output(self, _scheduled: Any, _made: Any) -> dict[int, EngineCoreOutputs]:
-        return {client: EngineCoreOutputs(outputs=list(step), finished_requests=self.ended) for client, step in self.steps.pop(0).items()}
+        said = {"finished_requests": self.ended, "scheduler_stats": self.stats}
+        return {client: EngineCoreOutputs(outputs=list(step), **said) for client, step in self.steps.pop(0).items()}
 
     def finish_requests(self, keys: list[str], _status: Any) -> list[str]:
         return [key for key in keys if self.requests.pop(key, None)]
@@ -75,6 +79,7 @@ def test_every_token_leaves_once_in_order_with_its_logprob(seed: int, gives: boo
             if reason is not None:
                 del left[key]
         messages = [scheduler.step(step)]
+        assert all(len(begun.logprobs) < 128 for begun in scheduler._begun.values()), "joined now and then"
         if gives and random.random() < 0.3:
             messages.append({client: found.outputs for client, found in scheduler.give().items()})
         for client, found in [item for message in messages for item in message.items()]:
@@ -103,10 +108,21 @@ def test_a_reply_of_one_step_passes_as_it_is() -> None:
     assert scheduler.step({0: [probe]})[0] == [probe]
 
 
-def test_who_has_ended_is_said_even_where_no_reply_is_over() -> None:
+@pytest.mark.parametrize("said", [{"ended": {"b"}}, {"stats": object()}], ids=["who has ended", "statistics"])
+def test_what_else_a_message_says_is_said_even_where_no_reply_is_over(said: dict[str, Any]) -> None:
     scheduler = Scheduler()
-    scheduler.ended = {"b"}
+    vars(scheduler).update(said)
     assert scheduler.step({0: [output("a", [5])], 1: []}) == {0: [], 1: []}
+
+
+def test_a_reply_that_is_over_in_a_step_survives_what_is_aborted_in_it() -> None:
+    scheduler = Scheduler()
+    scheduler.requests = {"a": object(), "b": object()}
+    scheduler.step({0: [output("a", [5]), output("b", [6])]})
+    del scheduler.requests["a"]  # as vLLM does with one that is over, before the step's outputs come here
+    scheduler.finish_requests(["b"], None)
+    (whole,) = scheduler.step({0: [output("a", [7], reason=FinishReason.STOP)]})[0]
+    assert whole.new_token_ids == [5, 7]
 
 
 def test_an_aborted_reply_leaves_nothing_behind() -> None:
@@ -141,3 +157,62 @@ def test_a_swap_says_what_each_request_had_at_that_moment() -> None:
 
     assert EngineCore.swap_weights(SimpleNamespace(scheduler=scheduler, collective_rpc=collective_rpc), 4) == (["report"], {"a": 3})
     assert calls == [("sync_swap", (4,))]
+
+
+class FakeLLM:
+    """The parts of AsyncLLM that a pause and a swap touch."""
+
+    def __init__(self, calls: list[Any], answers: dict[str, Any]) -> None:
+        self._calls, self._answers = calls, answers
+        self.errored, self.output_handler = False, None
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 9)
+        self.engine_core = SimpleNamespace(
+            outputs_queue=None, get_output_async=None, pause_scheduler_async=self._pause, call_utility_async=self._utility
+        )
+
+    async def _pause(self, *, mode: str, clear_cache: bool) -> None:
+        self._calls.append((mode, clear_cache))
+
+    async def _utility(self, method: str, *args: Any) -> Any:
+        self._calls.append((method, *args))
+        answer = self._answers.get(method)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def collective_rpc(self, method: str, args: tuple) -> Any:
+        return await self._utility(method, *args)
+
+
+def engine_with(calls: list[Any], answers: dict[str, Any]) -> Engine:
+    return Engine(FakeLLM(calls, answers), [], num_workers=1, max_model_len=8, has_whole_graphs=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("mode", "wanted"), [("keep", [("keep", True)]), ("abort", [("keep", False), ("give_outputs",), ("abort", True)])], ids=["", "abort"]
+)
+def test_replies_are_given_before_they_are_aborted(mode: str, wanted: list[Any]) -> None:
+    """And nothing is made in between: the engine stands already."""
+    calls: list[Any] = []
+    asyncio.run(engine_with(calls, {}).pause(mode=mode, clear_cache=True))
+    assert calls == wanted
+
+
+def test_a_fault_in_vllm_is_an_engine_error() -> None:
+    with pytest.raises(EngineError, match="give_outputs failed in vLLM: it broke"):
+        asyncio.run(engine_with([], {"give_outputs": Exception("it broke")}).pause(mode="abort", clear_cache=True))
+
+
+def test_the_worker_has_the_last_word_on_tokens_and_the_scheduler_knows_those_that_were_put_back() -> None:
+    """The worker counts the step in flight; what was put back it does not know."""
+    reports = [{"time": 0.0}]
+    answers = {"swap_weights": (reports, {"put-back-0": 4, "running-1": 5}), "sync_counts": [{"running-1": 6, "new-2": 1}]}
+    calls: list[Any] = []
+
+    async def swap() -> None:
+        async with engine_with(calls, answers).swapped(3) as (found, counts):
+            assert found == reports
+            assert counts == {"put-back": 4, "running": 6, "new": 1}
+
+    asyncio.run(asyncio.wait_for(swap(), 20))
+    assert calls == [("swap_weights", 3), ("sync_counts",)]

@@ -137,7 +137,7 @@ class Engine:
         core = self._llm.engine_core
         if mode == "abort":
             await core.pause_scheduler_async(mode="keep", clear_cache=False)
-            await core.call_utility_async("give_outputs")
+            await _answer_of("give_outputs", core.call_utility_async("give_outputs"))
         await core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     async def resume(self) -> None:
@@ -222,7 +222,7 @@ async def _answer_of(method: str, call: Awaitable[Any]) -> Any:
     if isinstance(answer, asyncio.CancelledError):
         raise answer
     if isinstance(answer, BaseException):
-        raise EngineError(f"{method} failed in a worker: {answer}") from answer
+        raise EngineError(f"{method} failed in vLLM: {answer}") from answer
     return answer
 
 

@@ -63,13 +63,15 @@ class Holding:
         """Of a step: the replies that are over, by client. A client that gets none gets no message."""
         found = super().update_from_output(*args)  # type: ignore[misc]
         for client, outputs in found.items():
-            outputs.outputs = [output for output in outputs.outputs if self._is_whole(client, output)]
+            outputs.outputs = [whole for output in outputs.outputs if (whole := self._take(client, output)) is not None]
         return {client: outputs for client, outputs in found.items() if _says_something(outputs)}
 
     def finish_requests(self, *args: Any) -> Any:
         """What an aborted reply has is gone with it, unless `give` was called before."""
+        before = set(self.requests)
         finished = super().finish_requests(*args)  # type: ignore[misc]
-        self._begun = {key: begun for key, begun in self._begun.items() if key in self.requests}
+        for key in before - set(self.requests):
+            self._begun.pop(key, None)
         return finished
 
     def num_made(self) -> dict[str, int]:
@@ -84,19 +86,19 @@ class Holding:
         self._begun = {}
         return given
 
-    def _is_whole(self, client: int, output: EngineCoreOutput) -> bool:
-        """Whether its reply is over, all of which it then holds. If not, it is taken in."""
+    def _take(self, client: int, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        """The last output of a reply, with all of it. Any other is taken in: None."""
         key, is_over = output.request_id, output.finish_reason is not None
         begun = self._begun.get(key)
         if begun is None:
             if is_over:
-                return True
+                return output
             begun = self._begun[key] = _Begun(client, output.prefill_stats)
         begun.add(output)
-        if is_over:
-            del self._begun[key]
-            begun.put_into(output)
-        return is_over
+        if not is_over:
+            return None
+        del self._begun[key]
+        return begun.put_into(output)
 
 
 class HoldingScheduler(Holding, Scheduler):
