@@ -19,7 +19,7 @@ GPU = torch.device("cuda")
 def test_in_tritons_interpreter(case: str) -> None:
     """tests/gpu has the real thing."""
     pytest.importorskip("triton")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, str(Path(__file__).with_name("rotation_cases.py")), case]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

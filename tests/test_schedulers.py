@@ -1,9 +1,11 @@
 """vLLM's real schedulers, synchronous and asynchronous, with outputs held: steps are scheduled by it, and made up here."""
 
+import os
 import random
 from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -121,7 +123,7 @@ class Run:
 
 
 def _scheduler(folder: Path, *, is_async: bool) -> Any:
-    config = EngineArgs(
+    arguments = EngineArgs(
         model=str(folder),
         skip_tokenizer_init=True,
         max_model_len=512,
@@ -130,7 +132,9 @@ def _scheduler(folder: Path, *, is_async: bool) -> Any:
         block_size=BLOCK,
         disable_log_stats=True,
         kv_cache_memory_bytes=1 << 26,
-    ).create_engine_config()
+    )
+    with mock.patch.dict(os.environ):  # vLLM sets variables for its processes
+        config = arguments.create_engine_config()
     config.scheduler_config.async_scheduling = is_async  # vLLM's CPU platform turns it off
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32)

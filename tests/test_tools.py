@@ -321,7 +321,7 @@ def test_warm_start_lowers_the_loss_and_saves_a_model(model_dir: Path, tmp_path:
     flags = ["--model-path", str(model_dir), "--walks", str(model_dir.parent / "walks.jsonl.gz"), "--out", str(tmp_path / "out")]
     flags += ["--train-mode", "full", "--max-length", "256", "--learning-rate", "3e-3", "--max-steps", "12", "--grad-accum-steps", "1"]
     assert sft.main([*flags, "--device", "cpu", "--log-every", "4"]) == 0
-    losses = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    losses = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0]
     saved = load_file(tmp_path / "out" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in saved.values())
