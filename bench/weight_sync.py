@@ -34,7 +34,7 @@ import numpy as np
 import psutil
 
 from accerl_mp.config import Config, resolve
-from accerl_mp.launcher.environment import gpu_plan, rank_environment, role_environment, vllm_sockets
+from accerl_mp.launcher.environment import gpu_plan, rank_environment, role_environment, vllm_places
 from accerl_mp.topology import GpuPlan, RunPaths, visible_gpus
 from accerl_mp.transport import channels, shared_files, sockets
 from accerl_mp.transport.board import Board
@@ -286,7 +286,8 @@ class Bench:
 
     def _start(self, plan: GpuPlan, base: dict[str, str]) -> subprocess.Popen:
         sockets.make_folder(self.paths)
-        environment = role_environment("inference", 0, config=self._config, plan=plan, base=base) | vllm_sockets(self.paths)
+        environment = role_environment("inference", 0, config=self._config, plan=plan, base=base)
+        environment |= vllm_places(self.paths.sockets, self._config, environment)
         environment |= {"ACCERL_PARENT_PID": str(os.getpid()), "PYTHONPATH": f"{ROOT}:{base.get('PYTHONPATH', '')}"}
         command = [sys.executable, str(ROOT / "bench/tapped_inference.py"), "--run-dir", str(self.paths.run_dir), "--index", "0"]
         popen = subprocess.Popen(command, env=environment, stdout=2, stderr=2, start_new_session=True)

@@ -1,11 +1,21 @@
 """The one table of environment variables: what each role gets, and what both sides of a weight group must have alike."""
 
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import tiny
+import torch
+from vllm.engine.arg_utils import EngineArgs
 
 from accerl_mp.config import Config, resolve
-from accerl_mp.launcher.environment import gpu_plan, num_threads, rank_environment, role_environment, vllm_sockets
+from accerl_mp.launcher.environment import gpu_plan, num_threads, rank_environment, role_environment, vllm_places
 from accerl_mp.launcher.roles import build_roles, table_names
 from accerl_mp.topology import RunPaths
 
@@ -54,10 +64,54 @@ def test_light_roles_and_cpu_ranks_have_one_thread(role: str) -> None:
 
 def test_vllms_own_sockets_and_processes_belong_to_the_run(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    assert vllm_sockets(paths) == {"VLLM_RPC_BASE_PATH": str(paths.sockets)}
+    assert vllm_places(paths.sockets, config_of(), {})["VLLM_RPC_BASE_PATH"] == str(paths.sockets)
     environment = role_environment("inference", 0, config=config_of(), plan=gpu_plan(config_of()), base={})
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert environment["VLLM_HOST_IP"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("already", ["", "libm.so.6"])
+def test_torchs_openmp_is_loaded_first_where_its_path_has_a_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, already: str) -> None:
+    """The loader splits at it, says ERROR twice for every process that vLLM starts, and loads nothing."""
+    package, sockets = tmp_path / "a site" / "torch", tmp_path / "sockets"
+    (package / "lib").mkdir(parents=True)
+    sockets.mkdir()
+    for library in (Path(torch.__file__).parent / "lib").glob("libgomp*"):
+        shutil.copy(library, package / "lib")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: ModuleSpec("torch", None, origin=str(package / "__init__.py")))
+    for _start in range(2):
+        places = vllm_places(sockets, config_of(), {"LD_PRELOAD": already})
+        code = "print(open('/proc/self/maps').read())"
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | places, capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        assert f"{package / 'lib'}/libgomp" in done.stdout
+        assert already in done.stdout
+    tiny.save_tiny(tmp_path / "model")
+    with mock.patch.dict(os.environ, places):
+        EngineArgs(model=str(tmp_path / "model"), skip_tokenizer_init=True, max_model_len=64).create_engine_config()
+        assert os.environ["LD_PRELOAD"] == places["LD_PRELOAD"], "vLLM leaves it at that"
+
+
+def test_where_no_link_would_help_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, split, sockets = tmp_path / "torch", tmp_path / "a torch", tmp_path / "sockets"
+    for folder in (whole, split):
+        (folder / "lib").mkdir(parents=True)
+        (folder / "lib" / "libgomp.so.1").touch()
+    spaced = tmp_path / "my sockets"
+    sockets.mkdir()
+    spaced.mkdir()
+    cases: list[tuple[Path | None, Path, dict[str, str]]] = [
+        (whole, sockets, {}),  # vLLM's own path does
+        (None, sockets, {}),  # no torch
+        (split, sockets, {"LD_PRELOAD": "/usr/lib/libgomp.so"}),  # the user has named one
+        (split, spaced, {}),  # it would be split there
+        (split, tmp_path / "gone", {}),
+    ]
+    for package, place, base in cases:
+        spec = package and ModuleSpec("torch", None, origin=str(package / "__init__.py"))
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _, spec=spec: spec)
+        assert vllm_places(place, config_of(), base) == {"VLLM_RPC_BASE_PATH": str(place)}
+    assert not [*sockets.iterdir(), *spaced.iterdir()]
 
 
 def test_roles_end_producers_first_and_every_process_has_a_row(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ WHO_BEARS_IT = {
     "launcher/children.py": "the log file is there already",
     "trainer/replayed.py": "a tool that a person runs",
     # While a run trains.
+    "launcher/environment.py": "itself",
     "launcher/reached.py": "the supervisor's `without_disk`, the launcher does without",
     "launcher/supervisor.py": "at the start; later `without_disk`",
     "launcher/sweep.py": "the supervisor's `without_disk`",
@@ -66,7 +67,7 @@ WHO_BEARS_IT = {
     "debugging.py": "a person is at it",
 }
 """Module: who catches the OSError, or why it may rise."""
-_WRITES = {"write_text", "write_bytes", "mkdir", "rename", "write_atomically", "write_over", "save_file"}
+_WRITES = {"write_text", "write_bytes", "mkdir", "rename", "symlink_to", "write_atomically", "write_over", "save_file"}
 
 
 def writers() -> set[str]:

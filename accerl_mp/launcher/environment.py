@@ -1,12 +1,15 @@
 """The environment of each role: threads, GPUs, vLLM's switches. The one table of such settings. Standard library only."""
 
+import contextlib
+import importlib.util
 import os
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from accerl_mp.config import Config
-from accerl_mp.topology import GpuPlan, RunPaths, plan_gpus, visible_gpus
+from accerl_mp.topology import GpuPlan, plan_gpus, visible_gpus
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 """What torchrun sets for its ranks, whole names or prefixes: other processes must not take themselves for one."""
@@ -38,6 +41,9 @@ _VLLM_CPU = {
     "TORCH_COMPILE_DISABLE": "1",
 }
 
+_SPLITS = re.compile(r"[\s:]")
+"""What ends a path in LD_PRELOAD."""
+
 
 def gpu_plan(config: Config) -> GpuPlan:
     """Which process gets which GPUs, from a resolved Config and what is visible here."""
@@ -62,9 +68,31 @@ def role_environment(role: str, index: int, *, config: Config, plan: GpuPlan, ba
     return environment
 
 
-def vllm_sockets(paths: RunPaths) -> dict[str, str]:
-    """vLLM's own ipc sockets live in the run's socket folder, so that they go with it whatever happens."""
-    return {"VLLM_RPC_BASE_PATH": str(paths.sockets)}
+def vllm_places(sockets: Path, config: Config, base: Mapping[str, str]) -> dict[str, str]:
+    """vLLM's own ipc sockets live in the run's socket folder, so that they go with it whatever happens.
+
+    And on CPU vLLM has the loader load torch's OpenMP first, named by its path, which the loader would split at a space. So
+    where that has one, it gets a link beside the sockets.
+    """
+    places = {"VLLM_RPC_BASE_PATH": str(sockets)}
+    loaded_first = base.get("LD_PRELOAD", "")
+    if config.run.placement != "cpu" or "libgomp" in loaded_first:  # it is named there: vLLM leaves it at that
+        return places
+    library = next(_openmp_of_torch(), None)
+    if library is None or not _SPLITS.search(str(library)) or _SPLITS.search(str(sockets)):
+        return places
+    link = sockets / library.name
+    with contextlib.suppress(OSError):  # it is there from an earlier start; a full disk costs a warning of the loader's
+        link.symlink_to(library)
+    return places | ({"LD_PRELOAD": ":".join(filter(None, (loaded_first, str(link))))} if link.exists() else {})
+
+
+def _openmp_of_torch() -> Iterator[Path]:
+    found = importlib.util.find_spec("torch")
+    if found is not None and found.origin:
+        package = Path(found.origin).parent
+        for folder in (package.parent / "torch.libs", package / "lib"):
+            yield from folder.glob("libgomp*.so*")
 
 
 def rank_environment(config: Config, plan: GpuPlan) -> dict[str, str]:
@@ -102,7 +130,7 @@ def become_inference(config: Config, sockets: Path) -> None:
     is_cpu = config.run.placement == "cpu"
     num_threads_here = len(os.sched_getaffinity(0)) if is_cpu else num_threads("inference", config)
     os.environ.update(_EVERYBODY | thread_caps(num_threads_here) | _VLLM | (_VLLM_CPU if is_cpu else {}))
-    os.environ["VLLM_RPC_BASE_PATH"] = str(sockets)
+    os.environ.update(vllm_places(sockets, config, os.environ))
 
 
 def launch_words() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from accerl_mp.config import Config
-from accerl_mp.launcher.environment import role_environment, vllm_sockets
+from accerl_mp.launcher.environment import role_environment, vllm_places
 from accerl_mp.topology import GpuPlan, RunPaths
 
 
@@ -37,7 +37,7 @@ def build_roles(config: Config, paths: RunPaths, plan: GpuPlan) -> list[Role]:
     def role(name: str, count: int, stop_timeout_s: float, start_timeout_s: float = 120.0, start_flag: str = "") -> Role:
         def environment(index: int) -> dict[str, str]:
             chosen = role_environment(name, index, config=config, plan=plan, base=os.environ)
-            return chosen | (vllm_sockets(paths) if name == "inference" else {})
+            return chosen | (vllm_places(paths.sockets, config, chosen) if name == "inference" else {})
 
         command = [sys.executable, "-m", f"accerl_mp.{name}"]
         return Role(name, count, command, environment, stop_timeout_s, start_timeout_s, start_flag)
