@@ -92,7 +92,7 @@ def test_a_look_shows_processes_rings_and_the_board(paths: RunPaths) -> None:
         gone.wait()
     table.set_word(2, "pid", gone.pid)
     table.set_word(3, "beat", time.monotonic() - 100)
-    table.write_wait(1, "ring/0 to hold 32 samples", "--flag", time.monotonic() - 42, 0.0)
+    table.write_wait(1, "ring/0 to hold 32 samples", "--flag", time.monotonic() - 42)
     table.hold(os.getpid())
     board.set("optimizer_step", 7)
     SharedRing.create(paths.ring(0), 8, 1 << 20)

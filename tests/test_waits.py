@@ -15,6 +15,8 @@ import pytest
 from accerl_mp.config import Config
 from accerl_mp.inference.pulse import watch_pulse
 from accerl_mp.topology import RunPaths
+from accerl_mp.trainer import saving
+from accerl_mp.transport import health as transport_health
 from accerl_mp.transport import sockets
 from accerl_mp.transport.errors import DeadlineExpired
 from accerl_mp.transport.health import Health, HealthTable
@@ -218,3 +220,31 @@ def test_warnings_come_at_30_seconds_and_double_however_long_it_takes(
             wait.check()
     assert time.monotonic() - started < 60
     assert 4 <= len(caplog.records) <= 7
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_state_that_is_being_written_is_waited_for_as_long_as_it_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, grows: bool
+) -> None:
+    """The supervisor takes a rank for stuck whose loop does not tick for --step-timeout-s: not one with a large state and a slow disk."""
+    monkeypatch.setattr(saving, "_LOOK_S", 0.01)
+    monkeypatch.setattr(transport_health, "_FIRST_WARNING_S", 0.05)
+    saver = object.__new__(saving.Saver)
+    saver._folder, saver._health = tmp_path / "resume", Health.detached("trainer/0")
+    part, is_over = saver._folder / ".state.new" / "__0_0.distcp", threading.Event()
+    part.parent.mkdir(parents=True)
+
+    def write() -> None:
+        with part.open("wb", buffering=0) as file:
+            while not is_over.wait(0.02):
+                file.write(b"x" * grows)
+
+    saver._thread = threading.Thread(target=write)
+    saver._thread.start()
+    assert not saver.finish(0.6), "the deadline"
+    is_over.set()
+    assert saver.finish()
+    table = saver._health.table
+    num_ticks = table.word(table.row_of("trainer/0"), "num_ticks")
+    assert num_ticks > 10 if grows else num_ticks <= 4
+    assert "for its state to be written" in caplog.text

@@ -140,7 +140,7 @@ def test_zero_turns_it_off() -> None:
 
 def test_of_ranks_that_stand_still_the_one_that_waits_for_nobody_is_to_blame() -> None:
     scene = Scene()
-    scene.table.write_wait(scene.table.row_of("trainer/0"), "all trainer ranks", "", scene.now, 0.0)
+    scene.table.write_wait(scene.table.row_of("trainer/0"), "all trainer ranks", "", scene.now)
     stalls = scene.pass_time(60, no_tick=("trainer/0", "trainer/1"))
     assert {stall.name for stall in stalls} == {"trainer/0", "trainer/1"}
     assert scene.watchdog.blame(stalls).name == "trainer/1"

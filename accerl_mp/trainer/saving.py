@@ -4,6 +4,7 @@ The threads of all ranks talk over a process group of their own, so their collec
 A state gets its name once every rank has written its part; a rank that cannot (a full disk) leaves the older states as they are.
 """
 
+import contextlib
 import logging
 import shutil
 import threading
@@ -44,6 +45,7 @@ from accerl_mp.transport.ring_memory import NUM_RECENT
 from accerl_mp.transport.saved_ring import RingCut, pack_rank
 
 _GROUP_TIMEOUT = timedelta(minutes=30)
+_LOOK_S = 0.5
 _STOP_SHOWS_S = 1.0
 _VERDICT_S = 10.0
 """The supervisor looks round five times a second; on a starved machine it may take this long."""
@@ -102,12 +104,19 @@ class Saver:
     def finish(self, timeout_s: float = 0) -> bool:
         """Wait until nothing is being written. False at the deadline (0: none).
 
-        waits for      the disks and the other ranks' threads; also while the run ends (its own limits end a process that hangs)
+        waits for      the disks and the other ranks' threads; also while the run ends
+        when full      what is being written grows: that is no hang, however long it takes; what does not for --step-timeout-s is one
         """
         if self._thread is None:
             return True
-        with self._health.waiting("its state to be written", timeout_s=timeout_s):
-            self._thread.join(timeout_s or None)
+        with self._health.waiting("its state to be written", timeout_s=timeout_s) as wait:
+            written = -1
+            while self._thread.is_alive() and wait.remaining_s > 0:
+                self._thread.join(min(wait.remaining_s, _LOOK_S))
+                wait.warn()
+                if (now := _bytes_below(self._folder)) != written:
+                    written = now
+                    self._health.tick()
         return not self._thread.is_alive()
 
     def all_are_at(self, step: int) -> bool:
@@ -247,6 +256,15 @@ def was_asked_to_end(paths: RunPaths, board: Board, *, is_leaving: bool = False)
             return board.get("asked_to_end") == 1  # set before `stop` is
         time.sleep(0.02)
     return is_asked
+
+
+def _bytes_below(folder: Path) -> int:
+    """Of a folder in which others write and remove."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 def _attempt(work: Callable[[], None]) -> str:

@@ -34,10 +34,10 @@ _HEADER = ("magic", "num_rows", "held_since", "held_total", "holder")
 _WORDS = (
     *("pid", "state", "beat", "tick", "num_ticks", "changed"),
     *("exit_code", "num_restarts", "reached"),  # reached: collectives that a trainer rank has begun
-    *("wait_sequence", "wait_since", "wait_timeout", "signalled"),  # signalled: when SIGTERM or SIGINT reached it, in whole s
+    *("wait_sequence", "wait_since", "signalled"),  # signalled: when SIGTERM or SIGINT reached it, in whole s
     *("plays", "died_playing", "was_killed"),  # group id + 1 whose env step is made; of the last end: in whose, by somebody else's hand
 )
-_FLOATS = {"beat", "tick", "changed", "wait_since", "wait_timeout", "held_since", "held_total"}
+_FLOATS = {"beat", "tick", "changed", "wait_since", "held_since", "held_total"}
 _TEXTS = {"name": (128, 32), "what": (160, 256), "flag": (416, 64), "error": (480, 544)}  # offset and bytes in a row
 
 _log = logging.getLogger(__name__)
@@ -157,14 +157,13 @@ class HealthTable:
         offset, size = self._text_at(row, name)
         self._memory[offset : offset + size] = text.encode(errors="replace")[: size - 1].ljust(size, b"\0")
 
-    def write_wait(self, row: int, what: str, flag: str, since: float, timeout_s: float) -> None:
+    def write_wait(self, row: int, what: str, flag: str, since: float) -> None:
         """Show what the row's process waits for; an empty `what` clears it."""
         sequence = int(self.word(row, "wait_sequence")) | 1
         self.set_word(row, "wait_sequence", sequence)  # odd: readers look again
         self.set_text(row, "what", what)
         self.set_text(row, "flag", flag)
         self.set_word(row, "wait_since", since)
-        self.set_word(row, "wait_timeout", timeout_s)
         self.set_word(row, "wait_sequence", sequence + 1)
 
     def clock(self) -> float:
@@ -294,7 +293,7 @@ class Health:
     def enter(self) -> None:
         """Take the row over: pid, state `starting`, no error and no wait of a predecessor."""
         self.table.set_text(self._row, "error", "")
-        self.table.write_wait(self._row, "", "", 0.0, 0.0)
+        self.table.write_wait(self._row, "", "", 0.0)
         self.set_state("starting")
         self.beat()
         self.tick()
@@ -340,7 +339,7 @@ class Health:
         """The oldest wait is the one to look at."""
         oldest = next(iter(self._waits.values()), None)
         if oldest is not self._shown:
-            shown = ("", "", 0.0, 0.0) if oldest is None else (oldest.what, oldest.flag, oldest.since, oldest.timeout_s)
+            shown = ("", "", 0.0) if oldest is None else (oldest.what, oldest.flag, oldest.since)
             self.table.write_wait(self._row, *shown)
         self._shown = oldest
 
@@ -370,22 +369,23 @@ class Wait:
         if threading.current_thread() is threading.main_thread():
             self._health.tick()  # a loop that looks round while it waits is moving; a side thread says nothing about it
         self._health.check()
+        self.warn()
+        if self.remaining_s <= 0:
+            self._health.table.dump_stacks(self._peers() or self._health.table.names)
+            raise DeadlineExpired(self._health.name, self.what, self.waited_s, self.flag)
+
+    def warn(self) -> None:
+        """Of `check` only the words."""
         waited = self.waited_s
         if waited >= self._warn_at_s:
             self._warn_at_s *= 2
             # Starting takes minutes with a large model: who waits for that has nothing to warn of yet.
             level = logging.INFO if self._awaits_a_start() else logging.WARNING
             _log.log(level, "has waited %.0f s for %s%s", waited, self.what, f" ({self.flag})" if self.flag else "")
-        if self.remaining_s <= 0:
-            self._dump_stacks()
-            raise DeadlineExpired(self._health.name, self.what, waited, self.flag)
 
     def _awaits_a_start(self) -> bool:
         peers = self._peers()
         return any(row.state in ("none", "starting") for row in self._health.table.snapshot() if row.name in peers)
-
-    def _dump_stacks(self) -> None:
-        self._health.table.dump_stacks(self._peers() or self._health.table.names)
 
     def _peers(self) -> list[str]:
         names = self._health.table.names
