@@ -64,5 +64,8 @@ def _start_grandchild(run_dir: Path) -> None:
     (run_dir / "grandchild.pid").write_text(str(child.pid))
 
 
+if os.environ.get("FAKE_MODE") == "never-enters":  # a module that is imported
+    _stand_still()
+
 if __name__ == "__main__":
     run_process("fake", main)

@@ -289,6 +289,16 @@ def test_a_role_that_never_gets_ready_leaves_its_stacks_and_is_ended(start: Call
     run.assert_nothing_left()
 
 
+def test_a_role_that_hangs_before_it_has_a_row_is_ended_and_started_again(start: Callable[..., Run]) -> None:
+    """As in an import from a disk that does not answer. Nothing else would end it, and what its forerunner played would wait for it."""
+    run = start("rollout:never-enters,ingest:run", max_restarts=1)
+    assert run.codes(40) == [1]
+    terminal = run.terminal()
+    assert terminal.count("rollout/0 is not ready after 3 s: ends it") == 2
+    assert "--max-restarts 1 is used up: it was not ready after 3 s" in terminal
+    run.assert_nothing_left()
+
+
 @pytest.mark.parametrize("victim", ["rank 0", "supervisor", "everything but the grandchild's owner"])
 def test_after_kill_9_nothing_is_left(start: Callable[..., Run], victim: str) -> None:
     run = start("rollout:run,inference:grandchild,ingest:deaf")

@@ -209,9 +209,10 @@ class Supervisor:
 
     def _look_at_start(self, child: Child, now: float) -> None:
         row = self._row(child)
-        if row.pid != child.pid or child.was_running:
+        if child.was_running:
             return
-        child.was_running = row.state == "running"
+        has_entered = row.pid == child.pid
+        child.was_running = has_entered and row.state == "running"
         if child.was_running:
             with without_disk("a `kill -9` of everything would leave vLLM's shared memory behind"):
                 note_foreign(self._paths, descendants())
@@ -219,12 +220,13 @@ class Supervisor:
             self._foreign_due = now + _FOREIGN_S
             with contextlib.suppress(OSError):  # said once it runs
                 note_foreign(self._paths, [child.pid, *descendants(child.pid)])
-        if row.state == "starting" and now - child.started > child.role.start_timeout_s and not self._table.holder:
+        if (row.state == "starting" or not has_entered) and now - child.started > child.role.start_timeout_s and not self._table.holder:
             flag = f" ({child.role.start_flag})" if child.role.start_flag else ""
             child.verdict = f"it was not ready after {child.role.start_timeout_s:.0f} s{flag}"
             _log.error("%s is not ready after %.0f s%s: ends it", child.name, child.role.start_timeout_s, flag)
-            self._table.dump_stacks([child.name])
-            time.sleep(_TURN_S)  # its stacks are written by then
+            if has_entered:  # before, the signal for its stacks would end it without a word
+                self._table.dump_stacks([child.name])
+                time.sleep(_TURN_S)  # they are written by then
             child.kill()
 
     def _start(self, child: Child) -> None:
