@@ -17,7 +17,7 @@ from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import Replay
 from accerl_mp.trainer.sharded import Reference
-from accerl_mp.trainer.step import LocalTotals, Stepper
+from accerl_mp.trainer.step import SUMS, LocalTotals, Stepper, StepResult
 from accerl_mp.transport import ring_memory as at
 
 
@@ -184,6 +184,18 @@ def test_a_full_ring_starts_a_step_that_could_never_get_more(make_rig: Any) -> N
     assert len(rig.train()) == 8
 
 
+@pytest.mark.parametrize("reuse", [1, 2, 0])
+def test_a_ring_that_is_full_by_its_bytes_starts_a_step_too(make_rig: Any, reuse: int) -> None:
+    """Nothing in it was trained, so nothing may be evicted, and a step of 32 would never be complete."""
+    rig, rng = make_rig(size_bytes=1, batch_size=16, max_length=800, max_sample_reuse=reuse), np.random.default_rng(0)
+    num_groups = 0
+    while rig.writer.try_put_group([made_sample(rng, 40, group_id=num_groups, episode_id=index) for index in range(4)]):
+        num_groups += 1
+    assert 1 < num_groups < 8
+    assert len(rig.train()) == 4 * num_groups
+    assert rig.put(), "there is room again"
+
+
 def test_after_the_last_step_the_ring_is_emptied_so_that_the_last_evaluation_is_not_blocked(make_rig: Any) -> None:
     rig = make_rig(batch_size=2, grad_accum_steps=1, replay_capacity=4)
     rig.put(4)
@@ -250,6 +262,31 @@ def test_every_tag_of_the_trainer_is_declared_finite_and_complete(layout: dict, 
     assert missing <= {"Train/PeakMemoryGiB"}
     assert values["Replay/TrainSampleTrainerVersionLagMean"][0] / values["Replay/TrainSampleTrainerVersionLagMean"][1] == 1.0
     assert values["Train/CumulativeGlobalTrainingSamples"][0] == values["Train/SegmentGlobalTrainingSamples"][0]
+
+
+def test_a_skipped_step_counts_as_bad_and_changes_no_mean(make_rig: Any) -> None:
+    rig, ranks = make_rig(), single_rank()
+    for _ in range(4):
+        rig.put()
+    first, second = rig.replay.try_take(0), None
+    rig.replay.commit(first, 0)
+    second = rig.replay.try_take(0)
+    zeros, common = dict.fromkeys(SUMS, 0.0), {"learning_rate": 1e-3, "totals": LocalTotals.of([])}
+    good = StepResult(zeros | {"num_tokens": 50.0, "k3": 2.0}, ratio_max=1.5, grad_norm=1.0, is_bad=False, **common)
+    bad = StepResult(zeros, ratio_max=math.nan, grad_norm=math.inf, is_bad=True, **common)
+
+    def values(*steps: tuple[StepResult, Any]) -> dict[str, tuple[float, float, float]]:
+        metrics = RoundMetrics(rig.config, ranks)
+        for result, taken in steps:
+            metrics.add_step(result, taken.samples, choose_seconds=0.01)
+        return metrics.close_round()
+
+    alone, both = values((good, first)), values((good, first), (bad, second))
+    ranks.leave()
+    assert both.pop("Train/BadSteps")[0] == 1
+    seconds = [tag for tag in alone if "PerSec" in tag or "Sec" in tag or "Memory" in tag]
+    assert {tag: value for tag, value in both.items() if tag not in seconds} == {tag: alone[tag] for tag in both if tag not in seconds}
+    assert both["Train/GlobalTrainingSamplesPerOptimizerStep"][2] == 8
 
 
 def _values_of_a_round(rig: Rig, ranks: Ranks, algorithm: str) -> dict[str, tuple[float, float, float]]:

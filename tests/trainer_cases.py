@@ -119,11 +119,11 @@ def train_steps(
 class Rig:
     """A real ring in a temporary folder, its writer and a Replay on it."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
+    def __init__(self, path: Path, *, size_bytes: int = 4 << 20, **options: Any) -> None:
         defaults = {"batch_size": 4, "grad_accum_steps": 2, "train_packing": "padded", "replay_capacity": 64}
         defaults["min_replay_size_per_rank"] = 1
         self.config = config_for(path, **(defaults | options))
-        SharedRing.create(path / "ring", self.config.replay.replay_capacity or 1, 4 << 20)
+        SharedRing.create(path / "ring", self.config.replay.replay_capacity or 1, size_bytes)
         self.writer = SharedRing.attach_writer(path / "ring", evict_used=self.config.replay.max_sample_reuse != 1)
         self.reader = SharedRing.attach_reader(path / "ring")
         self.replay = Replay(self.reader, self.config)

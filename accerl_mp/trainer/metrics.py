@@ -52,10 +52,10 @@ class RoundMetrics:
         sums["pack_tokens"] += sum(pack.num_tokens for pack in result.packs)
         sums["pack_samples"] += sum(pack.num_samples for pack in result.packs)
         sums["pack_longest"] += sum(pack.longest for pack in result.packs)
-        sums["num_samples"] += len(samples)
-        sums["returns"] += sum(sample.episode_return for sample in samples)
         if result.is_bad:
             return
+        sums["num_samples"] += len(samples)
+        sums["returns"] += sum(sample.episode_return for sample in samples)
         self._grad_norms.append(result.grad_norm)
         for name, value in result.sums.items():
             sums[name] += value
@@ -89,7 +89,7 @@ class RoundMetrics:
         if largest["memory_gib"] > 0:
             values["Train/PeakMemoryGiB"] = (largest["memory_gib"], 1, largest["memory_gib"])
         self.start()
-        return values
+        return {tag: value for tag, value in values.items() if value[1] > 0}  # a mean of nothing is no number
 
     @property
     def has_steps(self) -> bool:
@@ -154,13 +154,13 @@ class RoundMetrics:
             del values["Clip/TisCapFrac"]
         if algorithm.old_new_kl_coef == 0:
             del values["KL/OldNewK3Loss"]
-        values = {tag: value for tag, value in values.items() if value[1] > 0}
         if self._num_bad:
             values["Train/BadSteps"] = _total(self._num_bad)
         return values
 
     def _rate_values(self, sums: Mapping[str, float], seconds: float) -> dict[str, Triple]:
         tokens, samples, steps = sums["num_tokens"], sums["num_samples"], self._num_steps
+        good = steps - self._num_bad
         group = "PPO" if self._config.algorithm.rl_algorithm == "ppo" else "GRPO"
         return {
             "Train/LearningRate": _total(self._learning_rate),
@@ -170,8 +170,8 @@ class RoundMetrics:
             "Train/OptimizerStepsPerSec": (steps, seconds, steps),
             "Train/SegmentGlobalValidResponseTokens": _total(tokens),
             "Train/SegmentGlobalTrainingSamples": _total(samples),
-            "Train/GlobalValidResponseTokensPerOptimizerStep": _mean(tokens, steps),
-            "Train/GlobalTrainingSamplesPerOptimizerStep": _mean(samples, steps),
+            "Train/GlobalValidResponseTokensPerOptimizerStep": _mean(tokens, good),
+            "Train/GlobalTrainingSamplesPerOptimizerStep": _mean(samples, good),
             "Train/CumulativeGlobalValidResponseTokens": _total(self.all_tokens),
             "Train/CumulativeGlobalTrainingSamples": _total(self.all_samples),
             f"{group}/TrainEpisodeReturnMeanAcrossRanks": _mean(sums["returns"], samples),

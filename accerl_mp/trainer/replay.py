@@ -225,11 +225,11 @@ class Replay:
     def _note_room(self, live: list[ReadySample]) -> None:
         """Whether another group fits into the ring; if none does, waiting for one would never end."""
         ring, group_size = self._ring, self._config.largest_group
+        num_kept, free_bytes = len(live), ring.free_bytes
         if self._config.replay.max_sample_reuse != 1:  # the writer makes room: used samples go
-            self._is_full = ring.capacity - sum(record.uses == 0 for record in live) < group_size
-            return
+            num_kept, free_bytes = sum(record.uses == 0 for record in live), ring.most_free_bytes
         group_bytes = group_size * sample_bytes_bound(self._config.batch.max_length)
-        self._is_full = ring.capacity - len(live) < group_size or ring.free_bytes < group_bytes
+        self._is_full = ring.capacity - num_kept < group_size or free_bytes < group_bytes
 
     def _drop(self, groups: set[int]) -> None:
         """What is left of groups that lost a member: relative to the whole group, the advantages of the rest are biased."""

@@ -61,6 +61,13 @@ class RingView:
         return (self.memory.num_pages - num_pages_of(self.live()[1])) * at.PAGE_BYTES
 
     @property
+    def most_free_bytes(self) -> int:
+        """`free_bytes` once a writer that evicts has taken all that it may: every group of which a sample was trained."""
+        slots, rows = self.live()
+        used = rows[self.uses(slots, rows) > 0, at.GROUP_FIRST]
+        return (self.memory.num_pages - num_pages_of(rows[~np.isin(rows[:, at.GROUP_FIRST], used)])) * at.PAGE_BYTES
+
+    @property
     def fill(self) -> float:
         """Share of the slots, or of the pages if fewer of those are left, that is taken."""
         slots, rows = self.live()
