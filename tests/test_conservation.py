@@ -158,6 +158,33 @@ def test_groups_of_a_game_that_is_set_aside_are_on_the_books_and_are_not_dealt_a
     again.writer.close()
 
 
+def test_a_group_that_a_rollout_plays_while_its_game_is_set_aside_is_on_the_books_of_the_next_ingest(path: Path) -> None:
+    ingest, game = Ingest(path), SCHEDULE.game_of(0)
+    ingest.books()
+    of_game: list[int] = []
+    while len(of_game) < 2:
+        group_id = ingest.deal()
+        assert group_id is not None
+        if SCHEDULE.game_of(group_id) == game:
+            of_game.append(group_id)
+        else:
+            ingest.end(group_id, "zero_std")
+    failing, played = of_game
+    for _ in range(3):
+        ingest.dealer.fail(failing, "it breaks")
+        ingest.deal()
+    ingest.end(failing, "set_aside")
+    strikes = ingest.dealer.strikes()
+    assert strikes["set_aside"] == [game]
+    ingest = ingest.die()
+    ingest.dealer.take_strikes(strikes)
+    ingest.end(played, "set_aside")
+    ingest.dealer.hear(0, 1, {played})
+    assert ingest.books().imbalance == (0, 0)
+    assert ingest.writer.has_group(played), "what the rollout brings is a double"
+    ingest.writer.close()
+
+
 def test_a_start_that_goes_on_from_a_saved_state_counts_its_own_groups_only(path: Path) -> None:
     ingest = Ingest(path)
     ingest.writer.next_number = 500  # as the saved state says, of which the ring remembers only the last ones

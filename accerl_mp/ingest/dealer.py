@@ -139,7 +139,9 @@ class Dealer:
         """Go on with what `strikes` of an earlier ledger gave."""
         self._strikes = Counter({(kind, number): count for kind, number, count in noted["strikes"]})
         self.set_aside = set(noted["set_aside"])
-        self.orphans -= {number for number in self.orphans if self.schedule.game_of(number) in self.set_aside}  # never dealt
+        given_up = {number for number in self.orphans if self.schedule.game_of(number) in self.set_aside}
+        self.orphans -= given_up
+        self._given_up += sorted(given_up)
 
     @property
     def num_train_running(self) -> int:

@@ -65,6 +65,7 @@ class Ingest:
         self._desk = WorkDesk(
             self._context, paths, dealer=self._dealer, games=self._games, eval_games=self._eval_games, table=process.health.table
         )
+        self._give_up()
         self._books()  # what earlier starts of the run did is left out from here on
         paths.books.unlink(missing_ok=True)  # those of an earlier start would stand for this one
         self._new_counts()  # what an earlier ingest counted in the rings is reported already
