@@ -96,7 +96,7 @@ class PushControl:
             self._front.release()
         self._say(reports)
         times = {"pause_s": pause_s, "load_s": load_s, "resume_s": time.monotonic() - start_resume, "swap_s": time.monotonic() - start}
-        return times | {"standstill_s": standstill_s, "path": reports[0]["path"], "num_running": len(self._front.ledger)}
+        return times | {"standstill_s": standstill_s, "path": reports[0]["path"]}
 
     async def _pause(self, version: int) -> None:
         """Twice does no harm."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.files import write_atomically
 from accerl_mp.ingest.dealer import Dealer
 from accerl_mp.transport import ring_memory as at
 from accerl_mp.transport.ring_view import ENDS, RingView
@@ -50,9 +51,7 @@ class Books:
         }
 
     def save(self, path: Path) -> None:
-        temporary = path.with_suffix(".new")
-        temporary.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        temporary.replace(path)
+        write_atomically(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 
 def balance(rings: Sequence[RingView], dealer: Dealer, *, num_waiting: int) -> Books:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accerl_mp.files import write_atomically
 from accerl_mp.ingest.dealer import Deal
 
 Episode = Mapping[str, Any]
@@ -63,9 +64,7 @@ class Evaluation:
         """Write `step-XXXXXX.json`: means, then every game."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"step-{self.step:06d}.json"
-        temporary = path.with_suffix(".new")
-        temporary.write_text(json.dumps(self._report(), indent=1) + "\n")
-        temporary.rename(path)
+        write_atomically(path, json.dumps(self._report(), indent=1) + "\n")
         return path
 
     def _report(self) -> dict[str, Any]:

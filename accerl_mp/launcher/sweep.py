@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from accerl_mp.files import read_text
+from accerl_mp.files import read_text, write_atomically
 from accerl_mp.topology import RunPaths
 from accerl_mp.transport.health import HealthTable
 from accerl_mp.transport.shared_files import is_shared, may_be_removed, named_after, used_by
@@ -45,9 +45,7 @@ def note_foreign(paths: RunPaths, pids: list[int]) -> None:
     known = {file for file in _noted(paths) if Path(file).is_file()}
     if (files := used_by(pids) | known) == known:
         return
-    temporary = paths.run_dir / f"{_FOREIGN}.new"
-    temporary.write_text("".join(f"{file}\n" for file in sorted(files)))
-    temporary.rename(paths.run_dir / _FOREIGN)
+    write_atomically(paths.run_dir / _FOREIGN, "".join(f"{file}\n" for file in sorted(files)))
 
 
 def _foreign(paths: RunPaths) -> list[Path]:

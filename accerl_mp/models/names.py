@@ -54,9 +54,9 @@ def named_tensors(model: nn.Module, trainable_only: bool) -> Iterator[tuple[str,
     `trainable_only` leaves out decoder layers, and tensors outside of them, in which nothing trains. A layer goes whole: vLLM fuses
     its parts (q, k and v; gate and up; experts), and half of a fused weight would leave the rest undefined.
     """
-    named = [(_plain(name), parameter) for name, parameter in model.named_parameters()]  # a tied one once
+    named = list(model.named_parameters())  # a tied one once
     training = {unit_of(name) for name, parameter in named if parameter.requires_grad}
-    for name, tensor in itertools.chain(named, ((_plain(name), buffer) for name, buffer in persistent_buffers(model))):
+    for name, tensor in itertools.chain(named, persistent_buffers(model)):
         if not trainable_only or unit_of(name) in training:
             yield name, tensor
 
@@ -66,11 +66,6 @@ def unit_of(name: str) -> str:
     """What is sent or left out as one: "model.layers.3" of all that is in it; outside of the layers each tensor by itself."""
     match = _NUMBERED.match(name)
     return match.group() if match else name
-
-
-def _plain(name: str) -> str:
-    """Without the level that `torch.compile` and activation wrappers add."""
-    return name.replace("_orig_mod.", "")
 
 
 def checkpoint_form(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -22,9 +22,9 @@ from accerl_mp.transport.loop import LoopSocket
 MAX_DEADLINES = 3
 """Deadlines that a turn may miss before this process gives up, while the engine runs."""
 MAX_ABORTS = 20
-"""Aborted replies in a row after which a turn is given back as aborted."""
+"""Aborted replies of a turn after which it is given back as aborted."""
 MAX_ERRORS = 3
-"""Error replies in a row that a turn may get: a dying engine gives one, and so does a request that it will never take."""
+"""Error replies that a turn may get: a dying engine gives one, and so does a request that it will never take."""
 _FINISH_REASONS = ("stop", "length", "abort")
 _POLL_S = 0.2
 _ERROR_PAUSE_S = 1.0

@@ -11,8 +11,6 @@ import jinja2
 
 from accerl_mp.rollout.tokenizer import Message, Tokenizer
 
-__all__ = ["ChatFormat", "TemplateError", "Tokenizer", "Transcript"]
-
 # Stand-ins whose place in rendered text shows where a message went.
 _USER_MARKS = ("Uqzone", "Uqztwo", "Uqzthree")
 _REPLY_MARKS = ("Rqzone", "Rqztwo")

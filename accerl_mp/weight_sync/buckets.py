@@ -18,7 +18,7 @@ _NUM_BUFFERS = 2
 
 
 def make_buffers(bucket_bytes: int, device: torch.device) -> list[torch.Tensor]:
-    """What an BucketSender sends from. They outlive it: allocated once, and mapped once into a process on the same GPU."""
+    """What a BucketSender sends from. They outlive it: allocated once, and mapped once into a process on the same GPU."""
     return [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(_NUM_BUFFERS)]
 
 

@@ -1,7 +1,6 @@
 """A vLLM worker's end of the weight group: a thread that fills staging memory while vLLM generates. Knows nothing of vLLM."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -71,7 +70,7 @@ class Incoming:
         self.staging: Staging | None = previous.staging if previous is not None and not previous.is_receiving else None
         self._group: WeightGroup | None = None
         self._thread: threading.Thread | None = None
-        self._state, self._error, self._seconds = IDLE, "", 0.0
+        self._state, self._error = IDLE, ""
         self._version = -1
         self._runs: Runs = []
         self._sums: dict[str, str] = {}
@@ -102,7 +101,7 @@ class Incoming:
         self._start(RECEIVING, RECEIVED, receive)
 
     def report(self) -> dict[str, Any]:
-        return {"state": self._state, "version": self._version, "error": self._error, "seconds": self._seconds}
+        return {"state": self._state, "version": self._version, "error": self._error}
 
     def checksums(self) -> dict[str, str]:
         """By name, of every tensor of the push that has arrived; it was begun with them."""
@@ -151,7 +150,6 @@ class Incoming:
 
     def _start(self, during: str, after: str, work: Callable[[], None]) -> None:
         """Run `work` in a thread. Waits for nothing; ends with the group's own timeout at the latest."""
-        start = time.monotonic()
 
         def run() -> None:
             try:
@@ -162,7 +160,6 @@ class Incoming:
                 self._error = self._error or f"{type(error).__name__}: {error}"
                 self._state = FAILED
             else:
-                self._seconds = time.monotonic() - start
                 # Last: the front acts as soon as it sees the state. Unless abort() came first.
                 self._state = after if self._state == during else self._state
 

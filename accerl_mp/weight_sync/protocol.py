@@ -12,7 +12,7 @@ One call at a time per inference process; every call has a deadline (`--sync-tim
 | begin | version, runs, with_sums | workers start to receive; generation goes on (without staging: it stands from here) | - |
 | poll | - | - | state, version, error: of the worker that is least far |
 | checksums | - | sums up what arrived, before it is in use | checksums: one dict for each worker |
-| swap | version | holds new requests, loads between two steps, cuts the versions | path, seconds of its parts, num_running |
+| swap | version | holds new requests, loads between two steps, cuts the versions | path, seconds of its parts |
 | probe | ids | - | logprobs of these ids as a prompt |
 | open | - | lets requests in: after the first verified push | - |
 | abort | - | workers leave the group | - |

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from accerl_mp.weight_sync.group import GroupAddress
 from accerl_mp.weight_sync.incoming import Incoming, Staging, Weights
 from accerl_mp.weight_sync.layout import Manifest, Runs
-from accerl_mp.weight_sync.swap import Swap, SwapRefused
+from accerl_mp.weight_sync.swap import Swap
 
 
 class WeightReceiver:
@@ -58,7 +58,7 @@ class WeightReceiver:
         state.incoming.start_receive(version, runs, state.load_at_once, with_sums=with_sums)
 
     def sync_poll(self) -> dict[str, Any]:
-        """{"state", "version", "error", "seconds"} of the thread."""
+        """{"state", "version", "error"} of the thread."""
         return _state_of(self).incoming.report()
 
     def sync_checksums(self) -> dict[str, str]:
@@ -210,6 +210,3 @@ class TokenCounts:
             totals = self._totals.tolist()
             self._counts = {key: totals[index] - int(self._prompts[index]) for key, index in self._indices.items()}
         return self._counts
-
-
-__all__ = ["SwapRefused", "TokenCounts", "WeightReceiver", "load_layerwise"]
