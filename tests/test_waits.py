@@ -20,6 +20,7 @@ from accerl_mp.transport import health as transport_health
 from accerl_mp.transport import sockets
 from accerl_mp.transport.errors import DeadlineExpired
 from accerl_mp.transport.health import Health, HealthTable
+from accerl_mp.weight_sync.aside import Aside
 from accerl_mp.weight_sync.replicas import Replicas
 
 PACKAGE = Path(__file__).parent.parent / "accerl_mp"
@@ -248,3 +249,14 @@ def test_a_state_that_is_being_written_is_waited_for_as_long_as_it_grows(
     num_ticks = table.word(table.row_of("trainer/0"), "num_ticks")
     assert num_ticks > 10 if grows else num_ticks <= 4
     assert "for its state to be written" in caplog.text
+
+
+def test_work_aside_that_goes_on_is_not_said_to_have_failed() -> None:
+    gate = threading.Event()
+    work = Aside(lambda: gate.wait(30), "weights-test")
+    work.join(0.01)
+    with pytest.raises(RuntimeError, match="weights-test has not ended in time"):
+        work.result()
+    gate.set()
+    work.join(30)
+    assert work.result()

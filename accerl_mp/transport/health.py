@@ -28,7 +28,7 @@ PARENT_PID = "ACCERL_PARENT_PID"
 """Environment variable: who started this process and takes it along when it dies. Unset when started by hand."""
 
 _FIRST_WARNING_S = 30.0
-_MAGIC = 0x6163636568_0001
+_MAGIC = 0x6163636568_0002
 _ROW_BYTES = 1024
 _HEADER = ("magic", "num_rows", "held_since", "held_total", "holder")
 _WORDS = (

@@ -25,7 +25,9 @@ class Aside:
         self._thread.join(timeout_s)
 
     def result(self) -> Any:
-        """What the work has returned or raised."""
+        """What the work has returned or raised; RuntimeError while it goes on."""
+        if self.is_alive:
+            raise RuntimeError(f"thread {self._thread.name} has not ended in time")
         if self._error is not None:
             raise self._error
         return self._value
