@@ -61,6 +61,14 @@ def test_help_lists_every_flag_and_needs_no_environment(copy: Path) -> None:
     assert not (copy / ".venv").exists()
 
 
+def test_a_clone_in_which_no_module_would_be_found_is_refused_before_anything_is_made(copy: Path) -> None:
+    other = copy.rename(copy.with_name("a:clone"))
+    done = launch(script=other / "launch.sh", cwd=other.parent)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"launch.sh: {other} has a colon")
+    assert not (other / ".venv").exists()
+
+
 def test_a_failing_set_up_shows_the_end_of_pips_log_and_leaves_no_stamp(copy: Path) -> None:
     (copy / "requirements-cpu.txt").write_text("no-such-package-anywhere==1.0\n")
     done = launch("--setup-only", script=copy / "launch.sh", PIP_NO_INDEX="1")
