@@ -189,10 +189,14 @@ def test_a_game_whose_interpreter_crashes_uses_up_no_restarts_and_ingest_can_see
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize(("mode", "died_playing"), [("plays", 8), ("run", 0)])
-def test_a_kill_is_told_from_a_process_s_own_end_and_uses_up_a_restart(start: Callable[..., Run], mode: str, died_playing: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "number", "died_playing"), [("plays", signal.SIGKILL, 8), ("plays", signal.SIGTERM, 8), ("run", signal.SIGKILL, 0)]
+)
+def test_a_kill_is_told_from_a_process_s_own_end_and_uses_up_a_restart(
+    start: Callable[..., Run], mode: str, number: signal.Signals, died_playing: int
+) -> None:
     run = start(f"rollout:{mode}")
-    os.kill(run.wait_running("rollout/0")["rollout/0"], signal.SIGKILL)
+    os.kill(run.wait_running("rollout/0")["rollout/0"], number)
     run.wait_running("rollout/0", num_restarts=1)
     table = HealthTable.attach(run.paths.health)
     row = table.row_of("rollout/0")
@@ -205,7 +209,7 @@ def test_a_kill_is_told_from_a_process_s_own_end_and_uses_up_a_restart(start: Ca
 @pytest.mark.parametrize(
     ("exit_code", "verdict", "oom_kills", "expected"),
     [
-        *((-signal.SIGKILL, "", 3, True), (-signal.SIGTERM, "", 3, True)),
+        *((-signal.SIGKILL, "", 3, True), (-signal.SIGTERM, "", 3, True), (0, "", 3, True)),
         *((-signal.SIGKILL, "", 4, False), (-signal.SIGKILL, "it had no heartbeat", 3, False)),
         *((-signal.SIGSEGV, "", 3, False), (-signal.SIGABRT, "", 3, False), (EXIT_GAME_HUNG, "", 3, False)),
     ],

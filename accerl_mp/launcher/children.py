@@ -21,8 +21,9 @@ from accerl_mp.transport.shared_files import parent_of_each
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OOM_KILLS = re.compile(rb"^oom_kill ([0-9]+)$", re.MULTILINE)
-_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-"""Exit codes that no process gives itself; any other end in the middle of an env step is the game's interpreter's."""
+_FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""Exit codes that no process gives itself (0: it was asked to leave); any other end in the middle of an env step is the game's
+interpreter's."""
 
 
 class Child:
