@@ -20,20 +20,23 @@ _FOREIGN = "shared.txt"
 def leftovers(paths: RunPaths) -> list[Path]:
     """Files and folders of this run in /dev/shm and the temporary folder."""
     shared = sorted(paths.board.parent.glob(f"accerl-{paths.run_id}-*"))
-    return shared + _foreign(paths) + ([paths.sockets] if paths.sockets.exists() else [])
+    return shared + [Path(name) for name in _foreign(paths) if may_be_removed(name)] + ([paths.sockets] if paths.sockets.exists() else [])
 
 
 def sweep(paths: RunPaths) -> list[Path]:
     """Remove them; returns what there was. Only while no process of the run lives."""
-    found = leftovers(paths)
+    found, of_the_living = leftovers(paths), [name for name in _foreign(paths) if not may_be_removed(name)]
     for path in found:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with contextlib.suppress(PermissionError):  # another user's by now
                 path.unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-        (paths.run_dir / _FOREIGN).unlink()
+    with contextlib.suppress(OSError):  # there is none, it is a folder, or the disk is full
+        if of_the_living:  # of a rank that hangs: for the next sweep
+            write_atomically(paths.run_dir / _FOREIGN, "".join(f"{file}\n" for file in of_the_living))
+        else:
+            (paths.run_dir / _FOREIGN).unlink()
     return found
 
 
@@ -42,15 +45,15 @@ def note_foreign(paths: RunPaths, pids: list[int]) -> None:
 
     OSError where the disk is full: the old list stays.
     """
-    known = {file for file in _noted(paths) if Path(file).is_file()}
+    known = {file for file in _noted(paths) if os.path.isfile(file)}
     if (files := used_by(pids) | known) == known:
         return
     write_atomically(paths.run_dir / _FOREIGN, "".join(f"{file}\n" for file in sorted(files)))
 
 
-def _foreign(paths: RunPaths) -> list[Path]:
+def _foreign(paths: RunPaths) -> list[str]:
     names = dict.fromkeys(_noted(paths) + sorted(named_after(_pids(paths))))
-    return [Path(name) for name in names if may_be_removed(name) and Path(name).is_file()]
+    return [name for name in names if os.path.isfile(name)]
 
 
 def _noted(paths: RunPaths) -> list[str]:

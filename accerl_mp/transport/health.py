@@ -91,9 +91,9 @@ class HealthTable:
 
     @classmethod
     def attach(cls, path: Path) -> "HealthTable":
-        """Open the table of a running run; FileNotFoundError if there is none."""
-        table = cls(map_file(path), path)
-        if table._header("magic") != _MAGIC:
+        """Open the table of a running run; FileNotFoundError if there is none, ValueError if it is another's."""
+        memory = map_file(path)
+        if len(memory) < _ROW_BYTES or len(memory) % _ROW_BYTES or (table := cls(memory, path))._header("magic") != _MAGIC:
             raise ValueError(f"{path} is no health table of this version")
         return table
 

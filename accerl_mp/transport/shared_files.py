@@ -11,9 +11,9 @@ from accerl_mp.transport.health import is_alive
 _SHM = "/dev/shm"
 _FOREIGN = (f"{_SHM}/psm_", f"{_SHM}/sem.mp-", f"{_SHM}/vllm_dist_")
 """multiprocessing's shared memory and semaphores, and what vLLM's CPU workers of one model share."""
-_BY_PID = re.compile(_SHM + r"/(?:torch_(\d+)_|cuda\.shm\.[^./]+\.([0-9a-f]+)\.)[^/]*")
-"""What torch and CUDA make where a process hands out memory of its GPU: its pid, CUDA's in hexadecimal. It stays where the process
-ends without the interpreter's own end (`exit_now`, `kill -9`)."""
+_BY_PID = re.compile(_SHM + r"/(?:torch_(\d+)_|__KMP_REGISTERED_LIB_(\d+)_|cuda\.shm\.[^./]+\.([0-9a-f]+)\.)[^/]*")
+"""What torch and CUDA make where a process hands out memory of its GPU, and Intel's OpenMP of each process: named after its pid,
+CUDA's in hexadecimal. It stays where the process ends without the interpreter's own end (`exit_now`, `kill -9`)."""
 
 
 def used_by(pids: Iterable[int]) -> set[str]:
@@ -23,7 +23,7 @@ def used_by(pids: Iterable[int]) -> set[str]:
 
 
 def named_after(pids: Iterable[int]) -> set[str]:
-    """Files of this user's that torch or CUDA has made for processes of these pids, living or not.
+    """Files of this user's that libraries have made for processes of these pids, living or not.
 
     Containers that share /dev/shm must share their pids as well, or it may be another one's process that is meant.
     """
@@ -53,7 +53,7 @@ def _user_of(file: str) -> int | None:
 def _owner_of(file: str) -> int | None:
     if (found := _BY_PID.fullmatch(file)) is None:
         return None
-    return int(found[1]) if found[1] else int(found[2], 16)
+    return int(found[1] or found[2]) if found[1] or found[2] else int(found[3], 16)
 
 
 def remove(files: Iterable[str]) -> None:
