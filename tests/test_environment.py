@@ -1,5 +1,6 @@
 """The one table of environment variables: what each role gets, and what both sides of a weight group must have alike."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -17,6 +18,7 @@ from vllm.engine.arg_utils import EngineArgs
 from accerl_mp.config import Config, resolve
 from accerl_mp.launcher.environment import gpu_plan, num_threads, rank_environment, role_environment, vllm_places
 from accerl_mp.launcher.roles import build_roles, table_names
+from accerl_mp.tools import local_engine
 from accerl_mp.topology import RunPaths
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}
@@ -92,6 +94,19 @@ def test_torchs_openmp_is_loaded_first_where_its_path_has_a_space(tmp_path: Path
         assert os.environ["LD_PRELOAD"] == places["LD_PRELOAD"], "vLLM leaves it at that"
 
 
+def test_the_next_engine_of_a_tool_gets_a_link_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "a torch"
+    (package / "lib").mkdir(parents=True)
+    (package / "lib" / "libgomp.so.1").touch()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: ModuleSpec("torch", None, origin=str(package / "__init__.py")))
+    monkeypatch.setattr(local_engine, "_engine", contextlib.nullcontext)
+    for before in ({}, {}, {"LD_PRELOAD": "libm.so.6"}):
+        with mock.patch.dict(os.environ, before):
+            with local_engine.open_engine(config_of()):
+                assert Path(os.environ["LD_PRELOAD"].split(":")[-1]).is_symlink()
+            assert os.environ.get("LD_PRELOAD") == before.get("LD_PRELOAD")
+
+
 def test_where_no_link_would_help_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, split, sockets = tmp_path / "torch", tmp_path / "a torch", tmp_path / "sockets"
     for folder in (whole, split):
@@ -103,7 +118,7 @@ def test_where_no_link_would_help_there_is_none(tmp_path: Path, monkeypatch: pyt
     cases: list[tuple[Path | None, Path, dict[str, str]]] = [
         (whole, sockets, {}),  # vLLM's own path does
         (None, sockets, {}),  # no torch
-        (split, sockets, {"LD_PRELOAD": "/usr/lib/libgomp.so"}),  # the user has named one
+        *((split, sockets, {"LD_PRELOAD": f"/usr/lib/{name}.so"}) for name in ("libgomp", "libomp", "libiomp5")),  # the user has named one
         (split, spaced, {}),  # it would be split there
         (split, tmp_path / "gone", {}),
     ]

@@ -76,7 +76,7 @@ def vllm_places(sockets: Path, config: Config, base: Mapping[str, str]) -> dict[
     """
     places = {"VLLM_RPC_BASE_PATH": str(sockets)}
     loaded_first = base.get("LD_PRELOAD", "")
-    if config.run.placement != "cpu" or "libgomp" in loaded_first:  # it is named there: vLLM leaves it at that
+    if config.run.placement != "cpu" or any(name in loaded_first for name in ("libgomp", "libomp", "libiomp")):  # vLLM leaves it at that
         return places
     library = next(_openmp_of_torch(), None)
     if library is None or not _SPLITS.search(str(library)) or _SPLITS.search(str(sockets)):
@@ -122,15 +122,23 @@ def thread_caps(number: int) -> dict[str, str]:
     return dict.fromkeys(names, str(number))
 
 
-def become_inference(config: Config, sockets: Path) -> None:
+@contextlib.contextmanager
+def inference_environment(config: Config, sockets: Path) -> Iterator[None]:
     """Make this process one that may hold an engine, as a tool does. Before torch or vllm is imported; its GPUs stay those it sees.
 
+    Only what names a link beside the sockets is put back at the end: they go, and another engine may come.
     sockets: folder of vLLM's own ipc sockets; its path must be short
     """
     is_cpu = config.run.placement == "cpu"
     num_threads_here = len(os.sched_getaffinity(0)) if is_cpu else num_threads("inference", config)
+    preloaded = {name: value for name, value in os.environ.items() if name == "LD_PRELOAD"}
     os.environ.update(_EVERYBODY | thread_caps(num_threads_here) | _VLLM | (_VLLM_CPU if is_cpu else {}))
     os.environ.update(vllm_places(sockets, config, os.environ))
+    try:
+        yield
+    finally:
+        os.environ.pop("LD_PRELOAD", None)
+        os.environ.update(preloaded)
 
 
 def launch_words() -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from accerl_mp.config import Config, ConfigError
-from accerl_mp.launcher.environment import become_inference
+from accerl_mp.launcher.environment import inference_environment
 from accerl_mp.rollout.episode import Reply
 from accerl_mp.rollout.tokenizer import Tokenizer
 from accerl_mp.rollout.transcript import ChatFormat
@@ -63,10 +63,8 @@ def open_engine(config: Config) -> Iterator[LocalEngine]:
 
     Call it from the main thread, before anything has imported torch or vllm. ConfigError: a tokenizer that cannot be used.
     """
-    with _socket_folder() as sockets:
-        become_inference(config, sockets)
-        with _engine(config) as engine:
-            yield engine
+    with _socket_folder() as sockets, inference_environment(config, sockets), _engine(config) as engine:
+        yield engine
 
 
 @contextmanager
