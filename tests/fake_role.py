@@ -30,6 +30,8 @@ def main(process: Process) -> None:
         breakpoint()
     if mode in ("hangs-in-its-start", "shares-while-it-starts"):
         _stand_still()
+    while mode == "told-when-ready" and not (process.paths.run_dir / "ready").exists():
+        time.sleep(0.02)
     if mode != "never-ready":
         process.health.set_state("running")
     if mode == "crashes-in-a-game":

@@ -221,7 +221,7 @@ def test_whose_doing_the_end_of_a_process_was(
     child = Child(Role("rollout", 1, ["true"], lambda _: dict(os.environ), stop_timeout_s=1, start_timeout_s=1), 0)
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(children, "num_oom_kills", lambda: 3)
-    child.start(RunPaths(tmp_path), terminal_fd=1, parent_variable="PARENT")
+    child.start(RunPaths(tmp_path), terminal_fd=1, parent_variable="PARENT", now=0.0)
     os.waitpid(child.pid, 0)
     child.verdict = verdict
     monkeypatch.setattr(children, "num_oom_kills", lambda: oom_kills)
@@ -291,6 +291,23 @@ def test_a_role_that_never_gets_ready_leaves_its_stacks_and_is_ended(start: Call
     assert "inference/0 is not ready after 3 s" in run.terminal()
     assert "Current thread" in run.paths.log("inference", 0).read_text()
     run.assert_nothing_left()
+
+
+def test_the_time_that_a_debugger_has_the_terminal_is_none_of_a_start(start: Callable[..., Run]) -> None:
+    """Else a role in whose start somebody has stopped would be ended as soon as they let it go on."""
+    run = start("inference:told-when-ready", max_restarts=0)
+    table = run.table()
+    run.wait_until(lambda: table.read(table.row_of("inference/0")).state == "starting")
+    table.hold(os.getpid())
+    time.sleep(4)  # its limit is 3 s
+    table.let_go()
+    time.sleep(1)
+    run.touch("ready")
+    run.wait_running("inference/0")
+    table.close()
+    run.touch("finish")
+    assert run.codes() == [0]
+    assert "not ready" not in run.terminal()
 
 
 def test_a_role_that_hangs_before_it_has_a_row_is_ended_and_started_again(start: Callable[..., Run]) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -35,6 +34,7 @@ class Child:
         self.pid = 0
         """0: not running."""
         self.started = 0.0
+        """By the health table's clock, which stands still for a debugger."""
         self.was_running = False
         """Has reached state `running` in this life."""
         self.num_deaths_at_once = 0
@@ -46,8 +46,8 @@ class Child:
         self._oom_kills_before = 0
         self._popen: subprocess.Popen | None = None
 
-    def start(self, paths: RunPaths, *, terminal_fd: int, parent_variable: str) -> None:
-        """In a session of its own: no signal of the terminal or of torchrun reaches it."""
+    def start(self, paths: RunPaths, *, terminal_fd: int, parent_variable: str, now: float) -> None:
+        """In a session of its own: no signal of the terminal or of torchrun reaches it. `now`: by the table's clock."""
         command = [*self.role.command, "--run-dir", str(paths.run_dir), "--index", str(self.index)]
         environment = self.role.environment(self.index) | {parent_variable: str(os.getpid())}
         with paths.log(self.role.name, self.index).open("a") as log_file:
@@ -60,7 +60,7 @@ class Child:
                 start_new_session=True,
                 pass_fds=[terminal_fd],
             )
-        self.pid, self.started, self.was_running, self.start_at = self._popen.pid, time.monotonic(), False, None
+        self.pid, self.started, self.was_running, self.start_at = self._popen.pid, now, False, None
         self.verdict, self._oom_kills_before = "", num_oom_kills()
 
     def was_killed(self, exit_code: int) -> bool:

@@ -220,7 +220,7 @@ class Supervisor:
             self._foreign_due = now + _FOREIGN_S
             with contextlib.suppress(OSError):  # said once it runs
                 note_foreign(self._paths, [child.pid, *descendants(child.pid)])
-        if (row.state == "starting" or not has_entered) and now - child.started > child.role.start_timeout_s and not self._table.holder:
+        if (row.state == "starting" or not has_entered) and self._table.clock() - child.started > child.role.start_timeout_s:
             flag = f" ({child.role.start_flag})" if child.role.start_flag else ""
             child.verdict = f"it was not ready after {child.role.start_timeout_s:.0f} s{flag}"
             _log.error("%s is not ready after %.0f s%s: ends it", child.name, child.role.start_timeout_s, flag)
@@ -230,14 +230,14 @@ class Supervisor:
             child.kill()
 
     def _start(self, child: Child) -> None:
-        child.start(self._paths, terminal_fd=log.terminal_fd(), parent_variable=PARENT_PID)
+        child.start(self._paths, terminal_fd=log.terminal_fd(), parent_variable=PARENT_PID, now=self._table.clock())
         _log.debug("started %s, pid %d", child.name, child.pid)
 
     def _on_death(self, child: Child, exit_code: int) -> End | None:
         """Plan its restart, or give up: died at once three times in a row, or the role's restarts are used up."""
         row = self._row(child)
         reached_running = child.was_running or (row.pid == child.pid and row.state == "running")
-        at_once = not reached_running or time.monotonic() - child.started < _AT_ONCE_S
+        at_once = not reached_running or self._table.clock() - child.started < _AT_ONCE_S
         self._bury(child, exit_code)
         child.num_deaths_at_once = child.num_deaths_at_once + 1 if at_once else 0
         index = self._table.row_of(child.name)
