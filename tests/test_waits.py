@@ -4,6 +4,7 @@ import ast
 import asyncio
 import itertools
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -249,6 +250,27 @@ def test_a_state_that_is_being_written_is_waited_for_as_long_as_it_grows(
     num_ticks = table.word(table.row_of("trainer/0"), "num_ticks")
     assert num_ticks > 10 if grows else num_ticks <= 4
     assert "for its state to be written" in caplog.text
+
+
+def test_states_that_are_removed_meanwhile_do_not_disturb_who_looks_how_they_grow(tmp_path: Path) -> None:
+    is_over = threading.Event()
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            for number in range(20):
+                (tmp_path / f"{number}").mkdir()
+                (tmp_path / f"{number}" / "file").touch()
+            for number in range(20):
+                shutil.rmtree(tmp_path / f"{number}")
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        (tmp_path / "stays").write_bytes(b"123")
+        assert {saving._bytes_below(tmp_path) for _ in range(1000)} == {3}
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def test_work_aside_that_goes_on_is_not_said_to_have_failed() -> None:

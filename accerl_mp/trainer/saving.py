@@ -6,6 +6,7 @@ A state gets its name once every rank has written its part; a rank that cannot (
 
 import contextlib
 import logging
+import os
 import shutil
 import threading
 import time
@@ -261,9 +262,10 @@ def was_asked_to_end(paths: RunPaths, board: Board, *, is_leaving: bool = False)
 def _bytes_below(folder: Path) -> int:
     """Of a folder in which others write and remove."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
+    for place, _, names in os.walk(folder):  # bears folders that go meanwhile; `rglob` does not
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(place, name)).st_size
     return total
 
 
