@@ -30,6 +30,7 @@ from accerl_mp.recovery import Start
 from accerl_mp.rollout.collect import Deal, Group
 from accerl_mp.rollout.work import WorkClient
 from accerl_mp.topology import RunPaths
+from accerl_mp.transport import ring_memory
 from accerl_mp.transport.board import Board
 from accerl_mp.transport.channels import EVAL_BASE, MetricsReceiver
 from accerl_mp.transport.codec import encode_group
@@ -603,6 +604,22 @@ def test_a_full_ring_stops_rollouts_and_loses_nothing(make_run):
     run.stop()
     trainer.drain()
     trainer.check_nothing_lost_or_doubled()
+
+
+def test_unfinished_groups_of_set_aside_games_are_on_the_books_of_a_start_that_finds_them(make_run):
+    run = make_run()
+    run.start("ingest/0")
+    run.attach()
+    wait_until(run.ingest_runs)
+    run.kill("ingest/0")
+    with SharedRing.attach_writer(run.paths.ring(0)) as writer:
+        writer.next_number = 20  # as a saved state says, of which no group is remembered
+        writer.memory.writer[ring_memory.EARLIER] = 0
+    run.paths.strikes.write_text(json.dumps({"strikes": [], "set_aside": [0]}))
+    run.start("ingest/0")
+    run.stop()
+    groups = json.loads(run.paths.books.read_text())["groups"]
+    assert 0 < groups["set_aside"] < groups["set_aside"] + groups["in_flight"] == groups["started"]
 
 
 def test_ingest_killed_while_the_ring_is_full_doubles_nothing(make_run):
