@@ -209,7 +209,7 @@ def test_a_kill_is_told_from_a_process_s_own_end_and_uses_up_a_restart(
 @pytest.mark.parametrize(
     ("exit_code", "verdict", "oom_kills", "expected"),
     [
-        *((-signal.SIGKILL, "", 3, True), (-signal.SIGTERM, "", 3, True), (0, "", 3, True)),
+        *((-signal.SIGKILL, "", 3, True), (-signal.SIGTERM, "", 3, True)),
         *((-signal.SIGKILL, "", 4, False), (-signal.SIGKILL, "it had no heartbeat", 3, False)),
         *((-signal.SIGSEGV, "", 3, False), (-signal.SIGABRT, "", 3, False), (EXIT_GAME_HUNG, "", 3, False)),
     ],
@@ -225,7 +225,9 @@ def test_whose_doing_the_end_of_a_process_was(
     os.waitpid(child.pid, 0)
     child.verdict = verdict
     monkeypatch.setattr(children, "num_oom_kills", lambda: oom_kills)
-    assert child.was_killed(exit_code) == expected
+    assert child.was_killed(exit_code, was_signalled=False) == expected
+    assert not child.was_killed(0, was_signalled=False), "a game's interpreter may call exit"
+    assert child.was_killed(0, was_signalled=True) == (oom_kills == 3 and not verdict)
 
 
 def test_the_kernels_count_of_processes_that_it_killed_for_their_memory_is_read() -> None:

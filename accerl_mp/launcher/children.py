@@ -20,9 +20,8 @@ from accerl_mp.transport.shared_files import parent_of_each
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _OOM_KILLS = re.compile(rb"^oom_kill ([0-9]+)$", re.MULTILINE)
-_FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-"""Exit codes that no process gives itself (0: it was asked to leave); any other end in the middle of an env step is the game's
-interpreter's."""
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""Exit codes that no process gives itself; any other end in the middle of an env step is the game's interpreter's."""
 
 
 class Child:
@@ -63,9 +62,10 @@ class Child:
         self.pid, self.started, self.was_running, self.start_at = self._popen.pid, now, False, None
         self.verdict, self._oom_kills_before = "", num_oom_kills()
 
-    def was_killed(self, exit_code: int) -> bool:
-        """By somebody else: not by itself, nor by the supervisor, nor by the kernel as memory ran out."""
-        return exit_code in _FROM_OUTSIDE and not self.verdict and num_oom_kills() == self._oom_kills_before
+    def was_killed(self, exit_code: int, *, was_signalled: bool) -> bool:
+        """By somebody else: not by itself, nor by the supervisor, nor by the kernel as memory ran out. `was_signalled`: asked to leave."""
+        is_from_outside = exit_code in _FROM_OUTSIDE or (exit_code == 0 and was_signalled)
+        return is_from_outside and not self.verdict and num_oom_kills() == self._oom_kills_before
 
     def ended(self, exit_code: int) -> None:
         """It has been reaped. What it leaves behind is an orphan (`kill_orphans`)."""

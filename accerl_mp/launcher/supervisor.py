@@ -209,7 +209,7 @@ class Supervisor:
 
     def _look_at_start(self, child: Child, now: float) -> None:
         row = self._row(child)
-        if child.was_running:
+        if child.was_running or child.verdict:  # or it is ended already, and a disk holds it
             return
         has_entered = row.pid == child.pid
         child.was_running = has_entered and row.state == "running"
@@ -269,7 +269,7 @@ class Supervisor:
         child.ended(exit_code)
         row = self._table.row_of(child.name)
         self._table.set_word(row, "exit_code", exit_code)
-        self._table.set_word(row, "was_killed", int(child.was_killed(exit_code)))
+        self._table.set_word(row, "was_killed", int(child.was_killed(exit_code, was_signalled=self._table.word(row, "signalled") > 0)))
         self._table.set_word(row, "died_playing", self._table.word(row, "plays"))
         self._table.set_word(row, "plays", 0)
         self._table.set_word(row, "pid", 0)

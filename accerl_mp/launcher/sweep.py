@@ -19,13 +19,21 @@ _FOREIGN = "shared.txt"
 
 def leftovers(paths: RunPaths) -> list[Path]:
     """Files and folders of this run in /dev/shm and the temporary folder."""
+    return _split(paths)[0]
+
+
+def _split(paths: RunPaths) -> tuple[list[Path], list[str]]:
+    """What may be removed, and what a living process has named after itself."""
     shared = sorted(paths.board.parent.glob(f"accerl-{paths.run_id}-*"))
-    return shared + [Path(name) for name in _foreign(paths) if may_be_removed(name)] + ([paths.sockets] if paths.sockets.exists() else [])
+    foreign = {name: may_be_removed(name) for name in _foreign(paths)}
+    gone = [Path(name) for name, may_go in foreign.items() if may_go]
+    sockets = [paths.sockets] if paths.sockets.exists() else []
+    return shared + gone + sockets, [name for name, may_go in foreign.items() if not may_go]
 
 
 def sweep(paths: RunPaths) -> list[Path]:
     """Remove them; returns what there was. Only while no process of the run lives."""
-    found, of_the_living = leftovers(paths), [name for name in _foreign(paths) if not may_be_removed(name)]
+    found, of_the_living = _split(paths)
     for path in found:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
