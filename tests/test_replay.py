@@ -17,7 +17,7 @@ from accerl_mp.trainer.metrics import RoundMetrics
 from accerl_mp.trainer.ranks import Ranks
 from accerl_mp.trainer.replay import Replay
 from accerl_mp.trainer.sharded import Reference
-from accerl_mp.trainer.step import SUMS, LocalTotals, Stepper, StepResult
+from accerl_mp.trainer.step import SUMS, LocalTotals, PackShape, Stepper, StepResult
 from accerl_mp.transport import ring_memory as at
 
 
@@ -265,15 +265,17 @@ def test_every_tag_of_the_trainer_is_declared_finite_and_complete(layout: dict, 
 
 
 def test_a_skipped_step_counts_as_bad_and_changes_no_mean(make_rig: Any) -> None:
-    rig, ranks = make_rig(), single_rank()
+    rig, ranks = make_rig(train_packing="varlen", train_token_budget=300, max_length=100), single_rank()
     for _ in range(4):
         rig.put()
     first, second = rig.replay.try_take(0), None
     rig.replay.commit(first, 0)
     second = rig.replay.try_take(0)
     zeros, common = dict.fromkeys(SUMS, 0.0), {"learning_rate": 1e-3, "totals": LocalTotals.of([])}
-    good = StepResult(zeros | {"num_tokens": 50.0, "k3": 2.0}, ratio_max=1.5, grad_norm=1.0, is_bad=False, **common)
-    bad = StepResult(zeros, ratio_max=math.nan, grad_norm=math.inf, is_bad=True, **common)
+    good = StepResult(
+        zeros | {"num_tokens": 50.0, "k3": 2.0}, ratio_max=1.5, grad_norm=1.0, is_bad=False, **common, packs=[PackShape(200, 4, 60, 0.01)]
+    )
+    bad = StepResult(zeros, ratio_max=math.nan, grad_norm=math.inf, is_bad=True, **common, packs=[PackShape(9, 9, 9, 9.0)])
 
     def values(*steps: tuple[StepResult, Any]) -> dict[str, tuple[float, float, float]]:
         metrics = RoundMetrics(rig.config, ranks)

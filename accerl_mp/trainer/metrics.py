@@ -47,13 +47,13 @@ class RoundMetrics:
         self._num_bad += result.is_bad
         self._learning_rate = result.learning_rate
         sums = self._sums
+        if result.is_bad:
+            return
         sums["pack_seconds"] += choose_seconds + sum(pack.build_seconds for pack in result.packs)
         sums["num_packs"] += len(result.packs)
         sums["pack_tokens"] += sum(pack.num_tokens for pack in result.packs)
         sums["pack_samples"] += sum(pack.num_samples for pack in result.packs)
         sums["pack_longest"] += sum(pack.longest for pack in result.packs)
-        if result.is_bad:
-            return
         sums["num_samples"] += len(samples)
         sums["returns"] += sum(sample.episode_return for sample in samples)
         self._grad_norms.append(result.grad_norm)
