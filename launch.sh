@@ -287,7 +287,10 @@ main() {
     trap on_interrupt INT
     trap 'on_stop TERM' TERM
     trap 'on_stop HUP' HUP
-    [[ $root == *:* ]] && die "$root has a colon, where Python splits its search path: nothing would be found there; clone into another folder"
+    if [[ $root == *:* ]]; then
+        say "$root has a colon, where Python splits its search path: nothing would be found there; clone into another folder"
+        exit 2
+    fi
     # The package is found from any directory, and nothing in that directory is taken for a module.
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONSAFEPATH=1 ACCERL_LAUNCH_PID=$$ ACCERL_CALLED_FROM=$PWD PYTHONUTF8=1
     if [ $# = 0 ]; then

@@ -64,7 +64,7 @@ def test_help_lists_every_flag_and_needs_no_environment(copy: Path) -> None:
 def test_a_clone_in_which_no_module_would_be_found_is_refused_before_anything_is_made(copy: Path) -> None:
     other = copy.rename(copy.with_name("a:clone"))
     done = launch(script=other / "launch.sh", cwd=other.parent)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"launch.sh: {other} has a colon")
     assert not (other / ".venv").exists()
 
